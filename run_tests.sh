@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Sets up what the tests need, then runs them:  ./run_tests.sh [--all] [pytest arguments]
+# Fast by default; --all, or CI=true in the environment, also runs the tests marked slow.
+set -euo pipefail
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$REPO/scripts/setup_env.sh"
+setup_env test dev
+
+selection=(-m "not slow")
+if [ "${CI:-}" = true ]; then selection=(); fi
+if [ "${1:-}" = --all ]; then selection=(); shift; fi
+cd "$REPO"
+exec "$PYTHON" -m pytest ${selection[@]+"${selection[@]}"} "$@"

@@ -1,0 +1,171 @@
+"""A run that was stopped and resumed is the run that was never stopped, bit by bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_run import arguments, config, logged, losses, run, write_corpus
+from titan_like.checkpoint import manager
+from titan_like.config import load_config
+from titan_like.config.errors import ConfigError
+from titan_like.parallel.distributed import close_process_group
+from titan_like.trainer import Trainer
+
+SAVING = {"checkpoint__enable": True, "checkpoint__interval": 1, "checkpoint__keep_latest_k": 0}
+RESUMING = {**SAVING, "checkpoint__resume": "auto"}
+EXACT = ("step", "loss", "grad_norm", "lr", "processed_positions", "valid_labels")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    write_corpus(tmp_path / "train")
+    yield tmp_path
+    close_process_group()
+
+
+def exact(run_folder: Path) -> list[dict[str, Any]]:
+    """The logged values that must not depend on stops; the clock's may."""
+    return [{key: line[key] for key in EXACT} for line in logged(run_folder)]
+
+
+def same_tensors(one: Trainer, other: Trainer) -> bool:
+    ours, theirs = one._tensors(), other._tensors()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
+def test_any_number_of_stops_changes_no_bit(folder: Path, shape: str) -> None:  # R049, R060
+    settings: dict[str, Any] = {
+        "training__steps": 10, "training__global_batch_size": 4, "lr_schedule__warmup_steps": 3,
+        "lr_schedule__decay_steps": 5, "lr_schedule__decay_type": shape,
+    }  # fmt: skip
+    straight = run(folder / "straight", **settings)
+    for stop in (3, 5, 6, 7, 10):
+        resumed = run(folder / "stopped", until=stop, **settings, **RESUMING)
+    assert exact(folder / "stopped") == exact(folder / "straight")
+    assert [line["step"] for line in logged(folder / "straight")] == list(range(1, 11))
+    assert same_tensors(straight, resumed)
+    assert len(set(losses(folder / "straight").values())) == 10
+
+
+def test_more_steps_than_first_planned(folder: Path) -> None:
+    constant = {"lr_schedule__decay_steps": 0}
+    run(folder / "straight", training__steps=6, **constant)
+    run(folder / "longer", training__steps=4, **constant, **SAVING)
+    run(folder / "longer", training__steps=6, **constant, **RESUMING)
+    assert exact(folder / "longer") == exact(folder / "straight")
+    assert manager.list_steps(folder / "longer" / "checkpoint") == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_to_do_is_said_and_harms_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(folder / "run", **SAVING)
+    before = exact(folder / "run")
+    run(folder / "run", **RESUMING)
+    assert "nothing to do: raise training.steps (6) to go on" in capsys.readouterr().out
+    assert exact(folder / "run") == before
+
+
+def test_auto_without_a_checkpoint_starts_anew_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(folder / "run", **RESUMING)  # R081
+    assert f"no checkpoint in {folder}/run/checkpoint: starting from step 0" in capsys.readouterr().out
+    assert len(losses(folder / "run")) == 6
+
+
+def test_only_the_newest_are_kept(folder: Path) -> None:  # R073
+    run(folder / "run", **{**SAVING, "checkpoint__keep_latest_k": 2})
+    assert manager.list_steps(folder / "run" / "checkpoint") == [5, 6]
+    run(folder / "other", **{**SAVING, "checkpoint__interval": 4, "checkpoint__folder": folder / "elsewhere"})
+    assert manager.list_steps(folder / "elsewhere") == [4, 6]
+
+
+def test_an_earlier_step_drops_what_came_after_it(folder: Path) -> None:  # R156
+    run(folder / "straight", training__steps=8, metrics__enable_tensorboard="true")
+    run(folder / "run", until=6, training__steps=8, metrics__enable_tensorboard="true", **SAVING)
+    settings = {**SAVING, "checkpoint__resume": 4, "training__steps": 8, "metrics__enable_tensorboard": "true"}
+    run(folder / "run", **settings)
+    assert exact(folder / "run") == exact(folder / "straight")
+    assert manager.list_steps(folder / "run" / "checkpoint") == list(range(1, 9))
+    assert manager.list_steps(folder / "run" / "previous-1" / "checkpoint") == [5, 6]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "run" / "tensorboard")).Reload().Scalars("loss")
+    assert [event.step for event in events] == list(range(1, 9))
+    assert [event.value for event in events] == pytest.approx(list(losses(folder / "run").values()), rel=1e-6)
+
+
+def test_random_state_goes_on(folder: Path) -> None:
+    trainer = Trainer(config(folder / "run", **SAVING))
+    torch.rand(3)
+    trainer.fit(until=2)
+    trainer.close()
+    expected = torch.rand(3)
+    resumed = Trainer(config(folder / "run", **RESUMING))
+    found = torch.rand(3)
+    resumed.close()
+    assert torch.equal(found, expected)
+
+
+def test_a_checkpoint_before_the_first_applied_step_can_be_resumed(folder: Path) -> None:
+    def spoil(trainer: Trainer, until: int) -> None:
+        parameter = trainer.model.parts[0].get_parameter("norm.weight")
+        parameter.register_hook(lambda gradient: gradient * float("nan"))
+        trainer.fit(until)
+        trainer.close()
+
+    spoil(Trainer(config(folder / "run", **SAVING)), until=2)
+    run(folder / "run", **RESUMING)
+    found = losses(folder / "run")
+    assert sorted(found) == [1, 2, 3, 4, 5, 6]
+    expected = Trainer(config(folder / "expected"))
+    expected.batches.load_state_dict({"consumed_samples": 4})  # two steps of two samples, which changed nothing
+    expected.step = 2
+    expected.fit()
+    expected.close()
+    assert {step: found[step] for step in (3, 4, 5, 6)} == losses(folder / "expected")
+
+
+def test_the_saved_config_repeats_the_run(folder: Path) -> None:  # R147
+    (folder / "given.toml").write_text("[training]\nseed = 5\n[optimizer]\nweight_decay = 0.3\n")
+    argv = [argument for argument in arguments(folder / "run", checkpoint__enable=True)]
+    trainer = Trainer(load_config(["--job.config_file", str(folder / "given.toml"), *argv]))
+    trainer.fit()
+    trainer.close()
+    for saved in (folder / "run" / "config.toml", folder / "run" / "checkpoint" / "step-6" / "config.toml"):
+        again = folder / f"again-{saved.parent.name}"
+        trainer = Trainer(load_config(["--job.config_file", str(saved), f"--job.dump_folder={again}"]))
+        trainer.fit()
+        trainer.close()
+        assert exact(again) == exact(folder / "run")
+    run(folder / "other")
+    assert exact(folder / "other") != exact(folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"model__overrides__n_layers": 3, "model__overrides__ffn_dim": 48},
+         r"step-6 holds another model \(n_layers is 2, not 3; ffn_dim is 32, not 48\); set the model as it was"),
+        ({"data__seed": 1}, r"step-6 was trained on other data \(data.seed changed\)"),
+        ({"training__seq_len": 8}, r"step-6 was trained on other data \(training.seq_len changed\)"),
+        ({"checkpoint__resume": 7}, r"checkpoint.resume is 7, but .*/checkpoint has the steps 4, 6; choose one"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_resumed_is_refused_and_untouched(folder: Path, settings: dict[str, Any], sentence: str) -> None:
+    saving = {**SAVING, "checkpoint__interval": 4}
+    run(folder / "run", **saving)
+    before = (folder / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=sentence):
+        run(folder / "run", **{**saving, "checkpoint__resume": "auto", **settings})
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+    assert manager.list_steps(folder / "run" / "checkpoint") == [4, 6]
+
+
+def test_other_data_under_the_same_name_are_refused(folder: Path) -> None:
+    run(folder / "run", **SAVING)
+    write_corpus(folder / "train", documents=39)
+    with pytest.raises(ConfigError, match=r"other data \(data.train changed\)"):
+        run(folder / "run", **{**RESUMING, "training__steps": 8})

@@ -1,0 +1,102 @@
+"""Conflicts between settings; every product and multiple below is worked out by hand."""
+
+import pytest
+
+from titan_like.config import ConfigError, load_config, world_checks
+
+
+def conflicts(*argv: str) -> list[str]:
+    try:
+        load_config(argv)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_the_schedule_must_fit_into_the_steps():
+    steps, warmup, decay = "--training.steps=1000", "--lr_schedule.warmup_steps=200", "--lr_schedule.decay_steps="
+    assert conflicts(steps, warmup, decay + "900") == [
+        "lr_schedule.warmup_steps (200) + lr_schedule.decay_steps (900) exceed training.steps (1000); "
+        "lower one or raise training.steps"
+    ]
+    assert conflicts("--training.steps=199", warmup) == [
+        "lr_schedule.warmup_steps (200) exceeds training.steps (199); lower it or raise training.steps"
+    ]
+    assert conflicts(steps, warmup, decay + "800") == []
+    assert conflicts("--training.steps=200", warmup, decay + "-1") == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "product", "fits"),
+    [
+        (["--training.local_batch_size=4"], "training.local_batch_size (4)", "8 or 12"),
+        (
+            ["--training.local_batch_size=2", "--parallelism.data_parallel_replicate_degree=2"],
+            "training.local_batch_size (2) x parallelism.data_parallel_replicate_degree (2) = 4",
+            "8 or 12",
+        ),
+        (
+            ["--training.local_batch_size=4", "--parallelism.data_parallel_shard_degree=4"],
+            "training.local_batch_size (4) x parallelism.data_parallel_shard_degree (4) = 16",
+            "16",
+        ),
+    ],
+)
+def test_the_global_batch_must_be_whole_micro_batches(argv, product, fits):
+    assert conflicts("--training.global_batch_size=10", *argv) == [
+        f"training.global_batch_size (10) is not a multiple of {product}; set it to {fits}"
+    ]
+    assert conflicts("--training.global_batch_size=32", *argv) == []
+    assert conflicts("--training.global_batch_size=-1", *argv) == []
+
+
+def test_settings_without_effect_are_refused():
+    assert conflicts("--validation.interval=5") == []
+    (problem,) = conflicts("--validation.interval=5", "--data.validation=[]")
+    assert problem.startswith("validation.interval (5) needs data, but data.validation is empty")
+    (problem,) = conflicts("--checkpoint.no-enable", "--checkpoint.resume=7")
+    assert problem.startswith("checkpoint.resume (7) needs checkpoint.enable")
+    assert conflicts("--checkpoint.no-enable") == []
+    assert conflicts("--optimizer.name=sgd", "--optimizer.betas=0.8,0.9") == [
+        "optimizer.betas ([0.8, 0.9]) has no effect with optimizer.name (sgd); "
+        "leave it at its default ([0.9, 0.95]) or choose adamw"
+    ]
+    assert conflicts("--optimizer.name=sgd", "--optimizer.betas=0.9,0.95") == []
+
+
+def in_world(size: int, replicate: int, shard: int, *argv: str) -> list[str]:
+    degrees = (
+        f"--parallelism.data_parallel_{axis}_degree={n}" for axis, n in (("replicate", replicate), ("shard", shard))
+    )
+    return world_checks(load_config([*degrees, *argv]), size)
+
+
+@pytest.mark.parametrize(("size", "replicate", "shard"), [(1, 1, -1), (1, 1, 1), (6, 2, 3), (6, 2, -1), (8, 8, -1)])
+def test_degrees_that_fit_the_world(size, replicate, shard):
+    assert in_world(size, replicate, shard) == []
+
+
+def test_degrees_that_do_not_fit_the_world():
+    assert in_world(4, 2, 3) == [
+        "parallelism.data_parallel_replicate_degree (2) x parallelism.data_parallel_shard_degree (3) = 6 "
+        "does not equal the world size (4); start 6 processes or set data_parallel_shard_degree to -1"
+    ]
+    assert in_world(6, 4, -1) == [
+        "parallelism.data_parallel_replicate_degree (4) does not divide the world size (6); "
+        "set it to one of [1, 2, 3, 6]"
+    ]
+    assert len(in_world(4, 1, 1)) == 1
+    assert len(in_world(2, 4, -1)) == 1
+
+
+def test_the_global_batch_against_the_world():
+    batch = ("--training.local_batch_size=2", "--training.global_batch_size=12")
+    assert in_world(6, 2, -1, *batch) == []  # 2 x 2 x 3 = 12
+    assert in_world(8, 2, -1, *batch) == [  # 2 x 2 x 4 = 16
+        "training.global_batch_size (12) is not a multiple of training.local_batch_size (2) x "
+        "parallelism.data_parallel_replicate_degree (2) x parallelism.data_parallel_shard_degree (4) = 16; set it to 16"
+    ]
+    assert in_world(4, 1, -1, *batch) == [  # 2 x 4 = 8
+        "training.global_batch_size (12) is not a multiple of training.local_batch_size (2) x "
+        "parallelism.data_parallel_shard_degree (4) = 8; set it to 8 or 16"
+    ]

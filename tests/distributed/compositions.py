@@ -1,0 +1,125 @@
+"""The compositions that are compared with one process, by number of gloo processes.
+
+Each is a line of short settings, see SHORT. A test checks that every pair of features that config/composition.py allows
+is in some line.
+"""
+
+from titan_like.config import Config, load_config
+
+SHORT = {
+    "pp": "parallelism.pipeline_parallel_degree",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "replicate": "parallelism.data_parallel_replicate_degree",
+    "shard": "parallelism.data_parallel_shard_degree",
+    "reshard": "parallelism.fsdp_reshard_after_forward",
+    "cp": "parallelism.context_parallel_degree",
+    "rotate": "parallelism.context_parallel_rotate_method",
+    "balance": "parallelism.context_parallel_load_balance",
+    "tp": "parallelism.tensor_parallel_degree",
+    "loss_parallel": "parallelism.enable_loss_parallel",
+    "split": "parallelism.pipeline_parallel_split",
+    "virtual": "parallelism.pipeline_parallel_virtual_stages",
+    "microbatch": "parallelism.pipeline_parallel_microbatch_size",
+    "recompute": "activation_checkpoint.mode",
+    "option": "activation_checkpoint.selective_ac_option",
+    "compile": "compile.enable",
+    "dtype": "training.mixed_precision_param",
+    "batch": "training.local_batch_size",
+    "global": "training.global_batch_size",
+    "documents": "data.reset_attention_mask",
+    "restart": "data.reset_position_ids",
+    "family": "model.name",
+    "tied": "model.overrides.tie_embeddings",
+    "vocab": "model.overrides.vocab_size",
+    "kv": "model.overrides.n_kv_heads",
+    "layers": "model.overrides.n_layers",
+}
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+ONE = ("dtype=bfloat16", "recompute=selective", "documents=true restart=true global=8", "compile=true recompute=full")
+TWO = (
+    "global=16",
+    "global=16 reshard=never",
+    "reshard=always dtype=bfloat16",
+    "shard=1 replicate=2",
+    "documents=true restart=true",
+    "tp=2",
+    "tp=2 loss_parallel=false vocab=257",
+    "tp=2 dtype=bfloat16",
+    "tp=2 family=qwen3 recompute=selective",
+    "tp=2 family=qwen2 vocab=259",
+    "cp=2",
+    "cp=2 rotate=alltoall balance=false",
+    "cp=2 documents=true",
+    "pp=2 tied=true layers=5 global=8",
+    "pp=2 tied=true schedule=ZBVZeroBubble",
+    "pp=2 schedule=Interleaved1F1B split=1,2,3 microbatch=2 batch=8",
+    "pp=2 schedule=LoopedBFS virtual=3 layers=6",
+    "pp=2 schedule={csv}",
+    "shard=2 tied=true compile=true recompute=selective",
+)
+FOUR = (
+    "replicate=2 global=32",
+    "replicate=2 recompute=full dtype=bfloat16 reshard=always",
+    "replicate=2 shard=1 tp=2 documents=true restart=true",
+    "replicate=2 shard=1 cp=2 global=16",
+    "shard=2 tp=2 vocab=257 recompute=selective",
+    "shard=2 tp=2 tied=true reshard=always recompute=full",
+    "shard=2 tp=2 dtype=bfloat16 global=16",
+    "shard=2 cp=2 recompute=selective option=2 reshard=always",
+    "shard=2 cp=2 rotate=alltoall global=16 recompute=full",
+    "cp=4 rotate=alltoall recompute=selective",
+    "cp=4 balance=false documents=true",
+    "cp=2 tp=2",
+    "cp=2 tp=2 documents=true restart=true tied=true",
+    "cp=2 tp=2 rotate=alltoall dtype=bfloat16",
+    "tp=4 kv=4 vocab=257",
+    *(f"pp=2 shard=2 schedule={name} global=16" for name in SCHEDULES),
+    *(f"pp=2 tp=2 schedule={name}" for name in SCHEDULES),
+    *(f"pp=2 cp=2 schedule={name}" for name in SCHEDULES),
+    "pp=2 replicate=2 shard=1 recompute=selective",
+    "pp=2 replicate=2 shard=1 schedule=ZBVZeroBubble documents=true",
+    "pp=2 cp=2 schedule=ZBVZeroBubble documents=true restart=true",
+    "pp=2 cp=2 rotate=alltoall tied=true dtype=bfloat16",
+    "pp=2 cp=2 rotate=alltoall schedule=InterleavedZeroBubble tied=true",
+    "pp=2 shard=2 reshard=always schedule=Interleaved1F1B documents=true",
+    "pp=2 shard=2 tied=true schedule=DualPipeV dtype=bfloat16",
+    "pp=2 tp=2 tied=true recompute=full",
+    "pp=4",
+    "pp=4 schedule=ZBVZeroBubble layers=8 batch=8",
+    "shard=2 tp=2 compile=true",
+    "cp=2 tp=2 compile=true recompute=full documents=true",
+    "pp=2 tp=2 compile=true schedule=Interleaved1F1B",
+    "replicate=2 compile=true dtype=bfloat16 reshard=always global=32",
+    "pp=2 cp=2 compile=true rotate=alltoall tied=true",
+)
+EIGHT = (
+    "replicate=2 shard=2 tp=2",
+    "replicate=2 shard=2 cp=2 documents=true",
+    "shard=2 cp=2 tp=2 global=16 tied=true",
+    "pp=2 shard=2 tp=2 schedule=Interleaved1F1B tied=true global=16",
+    "pp=2 shard=2 tp=2 schedule=ZBVZeroBubble",
+    "pp=2 cp=2 tp=2 schedule=DualPipeV",
+    "pp=2 cp=2 tp=2 documents=true restart=true vocab=257 recompute=full",
+    "pp=2 shard=2 cp=2 schedule=InterleavedZeroBubble",
+    "pp=2 replicate=2 shard=2 recompute=selective",
+    "pp=2 replicate=2 shard=1 cp=2 schedule=ZBVZeroBubble",
+)
+MATRIX = {1: ONE, 2: TWO, 4: FOUR, 8: EIGHT}
+
+# A 1F1B order for two ranks, written by hand: 4 micro-batches, the stages 0 and 1.
+CSV = "0F0,0F1,,0B0,0F2,0B1,0F3,0B2,,0B3\n,1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,\n"
+
+
+def composition(line: str) -> Config:
+    """The config of a line, for a model of 4 blocks with grouped-query attention and sequences of 32."""
+    shape = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 48, "vocab_size": 64}
+    settings = {
+        **{f"model.overrides.{key}": value for key, value in shape.items()},
+        "model.overrides.tie_embeddings": "false",
+        "training.seq_len": 32,
+        "training.local_batch_size": 4,
+        "training.mixed_precision_param": "float32",
+        **{SHORT[key]: value for key, value in (pair.split("=", 1) for pair in line.split())},
+    }
+    return load_config([f"--{key}={value}" for key, value in settings.items()])

@@ -1,0 +1,32 @@
+import logging
+import warnings
+
+import pytest
+
+from titan_like.observe.logs import setup_logging
+
+
+@pytest.fixture(autouse=True)
+def restored_warnings():
+    with warnings.catch_warnings():
+        yield
+    logging.getLogger("titan_like").handlers.clear()
+
+
+def said(rank: int, capsys: pytest.CaptureFixture[str]) -> str:
+    setup_logging(rank)
+    logger = logging.getLogger("titan_like.somewhere")
+    logger.info("step %d", 1)
+    logger.warning("careful")
+    return capsys.readouterr().out
+
+
+def test_one_rank_speaks_and_the_others_only_warn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    assert said(0, capsys) == "step 1\ncareful\n"
+    assert said(1, capsys) == "[rank 1] careful\n"
+    monkeypatch.setenv("LOG_RANK", "1")
+    assert said(1, capsys) == "step 1\ncareful\n"
+    assert said(0, capsys) == "[rank 0] careful\n"

@@ -1,0 +1,230 @@
+"""Conflicts between settings that are each valid alone. Every check returns one sentence per problem.
+
+Sentences name keys in full (`training.steps`): load.py leaves out those about keys whose own value is already refused.
+"""
+
+from math import prod
+from pathlib import Path
+
+from titan_like.config.composition import refusals, stage_count
+from titan_like.config.describe import as_text
+from titan_like.config.pipeline_csv import read_schedule
+from titan_like.config.schema import SCHEDULES, SINGLE_STAGE, V_SHAPED, Config, Optimizer, Parallelism
+
+DEGREES = (  # of every axis but the one that can take the rest
+    "data_parallel_replicate_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+)
+
+
+def cross_checks(config: Config) -> list[str]:
+    """Conflicts inside the config that hold for every number of processes."""
+    return [
+        *_schedule(config),
+        *_batch(config, max(config.parallelism.data_parallel_shard_degree, 1)),
+        *_sequence(config),
+        *_pipeline(config),
+        *_unused(config),
+        *refusals(config),
+    ]
+
+
+def world_checks(config: Config, world_size: int) -> list[str]:
+    """Conflicts between the config and the number of processes `world_size` (>= 1)."""
+    if config.comm.mode == "fake" and config.comm.fake_rank >= world_size:
+        return [f"comm.fake_rank ({config.comm.fake_rank}) is not below the number of processes ({world_size}); lower it"]
+    shard = config.parallelism.data_parallel_shard_degree
+    factors = [(f"parallelism.{key}", getattr(config.parallelism, key)) for key in DEGREES]
+    used = [(name, degree) for name, degree in factors if degree > 1]
+    product = prod(degree for _, degree in used)
+    shown = " x ".join(f"{name} ({degree})" for name, degree in used) or "the product of all degrees"
+    if shard == -1:
+        if world_size % product:
+            return [
+                f"{shown}{f' = {product}' if len(used) > 1 else ''} does not divide the world size ({world_size}); "
+                f"start a multiple of {product} processes or lower a degree"
+            ]
+        return _batch(config, world_size // product)
+    total = product * shard
+    if total != world_size:
+        shard_shown = f"parallelism.data_parallel_shard_degree ({shard})"
+        shown = f"{shown} x {shard_shown} = {total}" if used else shard_shown
+        return [
+            f"{shown} does not equal the world size ({world_size}); start {total} processes or set "
+            "data_parallel_shard_degree to -1"
+        ]
+    return _batch(config, shard)
+
+
+def _schedule(config: Config) -> list[str]:
+    schedule, steps = config.lr_schedule, config.training.steps
+    if schedule.warmup_steps + max(schedule.decay_steps, 0) <= steps:
+        return []
+    decay = f" + lr_schedule.decay_steps ({schedule.decay_steps}) exceed" if schedule.decay_steps > 0 else " exceeds"
+    return [
+        f"lr_schedule.warmup_steps ({schedule.warmup_steps}){decay} training.steps ({steps}); "
+        f"lower {'one' if schedule.decay_steps > 0 else 'it'} or raise training.steps"
+    ]
+
+
+def _batch(config: Config, shard: int) -> list[str]:
+    """The global batch must be whole micro-batches of all data-parallel ranks."""
+    local, total = config.training.local_batch_size, config.training.global_batch_size
+    replicate = config.parallelism.data_parallel_replicate_degree
+    unit = local * replicate * shard
+    if total == -1 or total % unit == 0:
+        return []
+    factors = [f"training.local_batch_size ({local})"]
+    if replicate > 1:
+        factors.append(f"parallelism.data_parallel_replicate_degree ({replicate})")
+    if shard > 1:
+        factors.append(f"parallelism.data_parallel_shard_degree ({shard})")
+    product = f"{' x '.join(factors)} = {unit}" if len(factors) > 1 else factors[0]
+    below = total // unit * unit
+    return [
+        f"training.global_batch_size ({total}) is not a multiple of {product}; "
+        f"set it to {f'{below} or ' if below else ''}{below + unit}"
+    ]
+
+
+def _sequence(config: Config) -> list[str]:
+    """The axes that cut sequences must cut them evenly."""
+    parallelism, seq_len = config.parallelism, config.training.seq_len
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    halves = 2 if cp > 1 and parallelism.context_parallel_load_balance else 1
+    unit = cp * halves * tp
+    if seq_len % unit == 0:
+        return []
+    parts = [f"parallelism.context_parallel_degree ({cp})"] if cp > 1 else []
+    parts += ["2 (context_parallel_load_balance)"] if halves > 1 else []
+    parts += [f"parallelism.tensor_parallel_degree ({tp})"] if tp > 1 else []
+    below = seq_len // unit * unit
+    return [
+        f"training.seq_len ({seq_len}) is not a multiple of {' x '.join(parts)} = {unit}, by which sequences are cut; "
+        f"set it to {f'{below} or ' if below else ''}{below + unit}"
+    ]
+
+
+def _pipeline(config: Config) -> list[str]:
+    """Stages, micro-batches and schedule must fit each other."""
+    parallelism, local = config.parallelism, config.training.local_batch_size
+    degree, size, name = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.pipeline_parallel_microbatch_size,
+        parallelism.pipeline_parallel_schedule,
+    )
+    keys = [key for key in Parallelism.model_fields if key.startswith("pipeline") and "degree" not in key]
+    if degree == 1:
+        return [
+            f"parallelism.{key} ({as_text(getattr(parallelism, key))}) has no effect without pipelining; leave it out or "
+            "set parallelism.pipeline_parallel_degree above 1"
+            for key in keys
+            if getattr(parallelism, key) != Parallelism.model_fields[key].default
+        ]
+    if local % size:
+        return [
+            f"training.local_batch_size ({local}) is not a multiple of parallelism.pipeline_parallel_microbatch_size "
+            f"({size}); set it to {-(-local // size) * size}"
+        ]
+    micro_batches = local // size
+    if name.endswith(".csv"):
+        return _pipeline_csv(config, micro_batches)
+    if name not in SCHEDULES:
+        return [
+            f'parallelism.pipeline_parallel_schedule is "{name}"; allowed: {", ".join(SCHEDULES)}, or a path ending in .csv'
+        ]
+    stages = stage_count(config)
+    split = len(parallelism.pipeline_parallel_split)
+    problems = []
+    if (name in SINGLE_STAGE) != (stages == degree):
+        wanted = "exactly 1" if name in SINGLE_STAGE else "2 or more"
+        problems.append(
+            f"parallelism.pipeline_parallel_schedule {name} needs {wanted} stages per rank, but "
+            f"{stages} stages on parallelism.pipeline_parallel_degree ({degree}) ranks are asked for; change the schedule, "
+            "parallelism.pipeline_parallel_virtual_stages or parallelism.pipeline_parallel_split"
+        )
+    elif name in V_SHAPED and stages != 2 * degree:
+        problems.append(
+            f"parallelism.pipeline_parallel_schedule {name} needs 2 stages per rank, not {stages / degree:g}; "
+            "set parallelism.pipeline_parallel_virtual_stages to 2"
+        )
+    if split and (split + 1 != stages or list(parallelism.pipeline_parallel_split) != sorted({*parallelism.pipeline_parallel_split})):
+        problems.append(
+            f"parallelism.pipeline_parallel_split {list(parallelism.pipeline_parallel_split)} must name {stages - 1} layers "
+            f"in ascending order for {stages} stages"
+        )
+    return problems + _micro_batches(config, name, micro_batches, stages)
+
+
+def _micro_batches(config: Config, name: str, count: int, stages: int) -> list[str]:
+    """What torch's schedules ask of the number of micro-batches."""
+    degree, size = config.parallelism.pipeline_parallel_degree, config.parallelism.pipeline_parallel_microbatch_size
+    needed = {"1F1B": stages, "DualPipeV": stages}.get(name, 1)
+    rounds = max(1, count // degree)
+    if count < needed:
+        remedy, reason = needed, f"at least as many as stages ({stages})"
+    elif name in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
+        remedy, reason = rounds * degree, f"a multiple of its rounds ({count} // {degree} = {rounds})"
+    else:
+        return []
+    return [
+        f"parallelism.pipeline_parallel_schedule {name} needs {reason} micro-batches, but training.local_batch_size "
+        f"({config.training.local_batch_size}) / parallelism.pipeline_parallel_microbatch_size ({size}) = {count}; "
+        f"set training.local_batch_size to {remedy * size}"
+    ]
+
+
+def _pipeline_csv(config: Config, micro_batches: int) -> list[str]:
+    path, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
+    try:
+        schedule = read_schedule(Path(path))
+    except (OSError, ValueError) as error:
+        return [f"parallelism.pipeline_parallel_schedule {path} cannot be used: {error}"]
+    problems = []
+    if len(schedule.stages_of_rank) != degree:
+        problems.append(
+            f"parallelism.pipeline_parallel_schedule {path} has {len(schedule.stages_of_rank)} rows, one per rank, but "
+            f"parallelism.pipeline_parallel_degree is {degree}; make them equal"
+        )
+    if schedule.micro_batches != micro_batches:
+        problems.append(
+            f"parallelism.pipeline_parallel_schedule {path} runs {schedule.micro_batches} micro-batches, but "
+            f"training.local_batch_size / parallelism.pipeline_parallel_microbatch_size is {micro_batches}; make them equal"
+        )
+    split = len(config.parallelism.pipeline_parallel_split)
+    if split and split + 1 != schedule.stages:
+        problems.append(
+            f"parallelism.pipeline_parallel_split names {split + 1} stages, but {path} runs {schedule.stages}; "
+            "make them equal"
+        )
+    return problems
+
+
+def _unused(config: Config) -> list[str]:
+    """Settings that the others would leave without effect."""
+    problems = []
+    if config.activation_checkpoint.mode != "selective" and config.activation_checkpoint.selective_ac_option != "op":
+        problems.append(
+            f"activation_checkpoint.selective_ac_option ({config.activation_checkpoint.selective_ac_option}) has no effect "
+            f'with activation_checkpoint.mode ({config.activation_checkpoint.mode}); set the mode to "selective"'
+        )
+    if config.validation.interval and not config.data.validation:
+        problems.append(
+            f"validation.interval ({config.validation.interval}) needs data, but data.validation is empty; "
+            "name shards there or set validation.interval to 0"
+        )
+    if config.checkpoint.resume != "never" and not config.checkpoint.enable:
+        problems.append(
+            f"checkpoint.resume ({config.checkpoint.resume}) needs checkpoint.enable, which is false; "
+            'set it to true or checkpoint.resume to "never"'
+        )
+    if config.optimizer.name == "sgd":
+        problems += [
+            f"optimizer.{key} ({as_text(getattr(config.optimizer, key))}) has no effect with optimizer.name (sgd); "
+            f"leave it at its default ({as_text(field.default)}) or choose adamw"
+            for key, field in Optimizer.model_fields.items()
+            if key in ("betas", "eps") and getattr(config.optimizer, key) != field.default
+        ]
+    return problems

@@ -1,0 +1,230 @@
+"""Every setting of a run: one frozen model per TOML section. The descriptions here are what --help prints.
+
+Types are strict: no value is converted except an int given for a float. NaN and infinity are refused, lists are held
+as tuples. To add a key, add one line here; the command line, --help and the error messages follow from it.
+Relative paths are relative to the current directory.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _list_to_tuple(value: Any) -> Any:
+    """TOML has lists, a frozen model needs tuples; anything else goes on to the strict type check."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+SINGLE_STAGE = ("GPipe", "1F1B")  # one stage per rank
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage share a rank
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)  # gradients of inputs and of weights at different times
+SCHEDULES = (*SINGLE_STAGE, "LoopedBFS", "Interleaved1F1B", *SPLIT_BACKWARD)
+
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+MinusOne = Annotated[int, Field(ge=-1, le=-1)]  # not Literal[-1], which takes -1.0 even in strict mode
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_list_to_tuple)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Layers = Annotated[tuple[Positive, ...], BeforeValidator(_list_to_tuple)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list_to_tuple)]
+Precision = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """Base of all sections."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Job(Section):
+    """Where the run lives. (--job.config_file, on the command line only, names the TOML file.)"""
+
+    dump_folder: Text = Field("outputs/run", description="the run folder: logs, metrics, checkpoints")
+    description: str = Field("", description="a note that is saved with the run")
+
+
+class Model(Section):
+    """Which model is trained."""
+
+    name: Literal["llama2", "llama3", "qwen2", "qwen3"] = Field("llama3", description="model family")
+    flavor: Text = Field("debug", description="size of the model within its family")
+    tokenizer_path: str = Field("", description="a SentencePiece .model; empty: the one named by the data's manifest")
+    overrides: dict[str, int | float | bool] = Field({}, description="model fields that replace those of the flavor")
+
+
+class Training(Section):
+    """Length, batch and numerics of the training."""
+
+    steps: Positive = Field(100, description="optimizer steps of the whole run")
+    seq_len: Positive = Field(2048, description="tokens per sequence")
+    local_batch_size: Positive = Field(1, description="sequences per micro-batch per data-parallel rank")
+    global_batch_size: MinusOne | Positive = Field(
+        -1, description="sequences per optimizer step; -1: one micro-batch of every data-parallel rank"
+    )
+    max_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
+    seed: Seed = Field(0, description="seed of the initial weights and of all randomness but the data order")
+    deterministic: bool = Field(False, description="bitwise repeatable kernels, slower")
+    mixed_precision_param: Precision = Field("bfloat16", description="dtype of the weights while computing")
+    mixed_precision_reduce: Precision = Field("float32", description="dtype of the gradients while being reduced")
+    skip_nonfinite: bool = Field(
+        True, description="skip a step whose gradient is not finite, and say so; false: stop the run"
+    )
+
+
+class Data(Section):
+    """The token shards that are read and their order."""
+
+    train: Texts = Field(
+        ("data/stdlib/train",), min_length=1, description="prefixes of the .idx/.bin shards to train on"
+    )
+    validation: Texts = Field(("data/stdlib/validation",), description="prefixes of the shards to validate on")
+    seed: Seed = Field(0, description="seed of the order of the samples")
+    reset_attention_mask: bool = Field(
+        False, description="no token sees another document of its row, and none predicts the next one's first token"
+    )
+    reset_position_ids: bool = Field(False, description="positions start at 0 in every document of a row")
+    num_workers: Natural = Field(0, description="loader processes per rank; 0: read in the training process")
+
+
+class Optimizer(Section):
+    """How gradients change the weights."""
+
+    name: Literal["adamw", "sgd"] = Field("adamw", description="the update rule")
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    betas: Betas = Field((0.9, 0.95), description="AdamW's decay rates of the first and second moment")
+    eps: float = Field(1e-8, gt=0, description="AdamW's term against division by zero")
+    weight_decay: float = Field(
+        0.1, ge=0, description="weight decay, not on norms and biases; decoupled in adamw, added to the gradient in sgd"
+    )
+    implementation: Literal["auto", "fused", "foreach", "for-loop"] = Field(
+        "auto", description="kernel; auto: fused where it exists"
+    )
+
+
+class LRSchedule(Section):
+    """Warm-up, stable phase, decay: the learning rate over the steps as a factor of optimizer.lr."""
+
+    warmup_steps: Natural = Field(0, description="steps of linear rise from zero")
+    decay_steps: MinusOne | Natural = Field(-1, description="last steps that decay; -1: all after the warm-up")
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = Field("linear", description="shape of the decay")
+    min_lr_factor: float = Field(0.0, ge=0, le=1, description="the factor that the decay ends at")
+
+
+class Parallelism(Section):
+    """Degrees of the device mesh and how each axis works; the product of the degrees is the number of processes."""
+
+    data_parallel_replicate_degree: Positive = Field(1, description="copies of the model (DDP, or HSDP's outer axis)")
+    data_parallel_shard_degree: Literal[-1] | Positive = Field(
+        -1, description="ranks that share one copy (FSDP2); -1: all remaining ranks"
+    )
+    tensor_parallel_degree: Positive = Field(
+        1, description="ranks that share each matrix and, between them, the sequence (sequence parallel)"
+    )
+    context_parallel_degree: Positive = Field(1, description="ranks that share each sequence, attention included")
+    pipeline_parallel_degree: Positive = Field(1, description="ranks that share the layers")
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = Field(
+        "default",
+        description="free gathered weights after the forward pass; default: always without pipelining, else never. "
+        "never also reduces gradients once per step instead of once per micro-batch",
+    )
+    enable_loss_parallel: bool = Field(
+        True, description="with tensor parallel: each rank keeps its part of the vocabulary, logits are never gathered"
+    )
+    enable_async_tensor_parallel: bool = Field(
+        False, description="overlap tensor-parallel communication with matrix products (GPU, needs compile.enable)"
+    )
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = Field(
+        "allgather", description="how ring attention moves keys and values"
+    )
+    context_parallel_load_balance: bool = Field(
+        True, description="give each rank an early and a late part of the sequence: equal work under a causal mask"
+    )
+    pipeline_parallel_schedule: Text = Field(
+        "1F1B", description=f"{', '.join(SCHEDULES)}, or the path of a .csv file with one row of actions per rank"
+    )
+    pipeline_parallel_microbatch_size: Positive = Field(
+        1, description="sequences per pipeline micro-batch; training.local_batch_size is split into these"
+    )
+    pipeline_parallel_virtual_stages: Literal[-1] | Positive = Field(
+        -1, description="stages per rank; -1: as many as the schedule needs (1, or 2 for those that take turns)"
+    )
+    pipeline_parallel_split: Layers = Field(
+        (), description="the first layer of every stage but the first, ascending; empty: balanced by parameters"
+    )
+
+
+class ActivationCheckpoint(Section):
+    """Recompute activations in the backward pass instead of keeping them."""
+
+    mode: Literal["none", "selective", "full"] = Field("none", description="which blocks recompute what")
+    selective_ac_option: Literal["op"] | Positive = Field(
+        "op", description="selective: op keeps every second matrix product, attention and reductions; n: every n-th layer"
+    )
+
+
+class Compile(Section):
+    """torch.compile."""
+
+    enable: bool = Field(False, description="compile the components below")
+    components: Annotated[tuple[Literal["blocks", "loss"], ...], BeforeValidator(_list_to_tuple)] = Field(
+        ("blocks", "loss"), min_length=1, description="what is compiled: each transformer block (one graph for all), the loss"
+    )
+
+
+class Checkpoint(Section):
+    """Saving and resuming."""
+
+    enable: bool = Field(True, description="save checkpoints, and allow resuming from them")
+    folder: Text = Field("checkpoint", description="where they lie: inside job.dump_folder, or an absolute path")
+    interval: Positive = Field(500, description="steps between two checkpoints; the last step is always saved")
+    keep_latest_k: Natural = Field(3, description="checkpoints that are kept; 0: all")
+    resume: Literal["never", "auto"] | Natural = Field(
+        "never", description="where to start: never (anew), auto (newest complete checkpoint, if any), or a step"
+    )
+
+
+class Validation(Section):
+    """Loss on held-out data during training."""
+
+    interval: Natural = Field(0, description="steps between two validations; 0: none")
+    samples: Positive = Field(64, description="sequences per validation")
+
+
+class Metrics(Section):
+    """What is shown and written while training."""
+
+    log_freq: Positive = Field(10, description="steps between two logged lines")
+    enable_tensorboard: bool = Field(True, description="write TensorBoard events to the run folder")
+    progress_bar: bool = Field(True, description="show a progress bar where standard output is a terminal")
+
+
+class Comm(Section):
+    """Communication between the processes."""
+
+    mode: Literal["real", "fake"] = Field(
+        "real", description="fake: one process builds the program of one rank of any world, runs a step for its shapes"
+    )
+    fake_rank: Natural = Field(0, description="with mode fake: the rank that is built, below the number of processes")
+    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
+    init_timeout_seconds: Positive = Field(300, description="limit for the start and the first step")
+    train_timeout_seconds: Positive = Field(300, description="limit for any collective after the first step")
+
+
+class Config(Section):
+    """All settings of a run, checked."""
+
+    job: Job = Job()
+    model: Model = Model()
+    training: Training = Training()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    lr_schedule: LRSchedule = LRSchedule()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
+    metrics: Metrics = Metrics()
+    comm: Comm = Comm()

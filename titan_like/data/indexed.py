@@ -1,0 +1,183 @@
+"""Megatron's .idx/.bin token files: a memory-mapped reader and an atomic writer.
+
+Source of the format: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py. `{prefix}.bin` holds the tokens of
+all sequences one after the other; `{prefix}.idx` holds a 34-byte header (magic, version, dtype code, counts), then
+int32 lengths, int64 byte offsets and the int64 document boundaries, all little-endian.
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from titan_like.config.errors import ConfigError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats: no tokens
+CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+
+
+def optimal_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron chooses: uint16 below 65,500 ids, else int32."""
+    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+class IndexedDataset:
+    """Token sequences of one .idx/.bin pair, opened read-only.
+
+    Attributes:
+        dtype: of the tokens, as the header says.
+        lengths: (sequences,) int32, tokens per sequence.
+        pointers: (sequences,) int64, byte offset of each sequence in the .bin file.
+        document_indices: (documents + 1,) int64; document d is the sequences [indices[d], indices[d+1]).
+    Raises:
+        ConfigError: a file is missing, of another kind, or shorter or longer than the index implies.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self._read_index(Path(f"{prefix}.idx"))
+        self._map_tokens(Path(f"{prefix}.bin"))
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    def read(self, i: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Tokens [start, stop) of sequence i (stop None: to its end), a read-only view of the file."""
+        length = int(self.lengths[i])
+        stop = length if stop is None else stop
+        if not 0 <= start <= stop <= length:
+            raise IndexError(f"tokens [{start}, {stop}) of sequence {i} of {self.prefix}, which has {length} tokens")
+        first = int(self.pointers[i]) // self.dtype.itemsize
+        return self._tokens[first + start : first + stop]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return IndexedDataset, (self.prefix,)  # a worker process maps the files anew instead of receiving their content
+
+    def _read_index(self, path: Path) -> None:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; check the data prefix {self.prefix}") from error
+        if len(data) < HEADER.size or not data.startswith(MAGIC):
+            raise ConfigError(f"{path} is no Megatron .idx file (it does not begin with MMIDIDX and a full header)")
+        _, version, code, sequences, boundaries = HEADER.unpack_from(data)
+        if version != VERSION:
+            raise ConfigError(f"{path} has format version {version}, only {VERSION} is known; prepare the data again")
+        if code not in DTYPES:
+            raise ConfigError(f"{path} has the dtype code {code}, token files have one of {sorted(DTYPES)}")
+        expected = HEADER.size + 12 * sequences + 8 * boundaries
+        if len(data) not in (expected, expected + sequences):  # multimodal files end in one mode byte per sequence
+            raise ConfigError(
+                f"{path} has {len(data)} bytes, its header implies {expected}: it is damaged or truncated; "
+                "copy or prepare the data again"
+            )
+        self.dtype = np.dtype(DTYPES[code])
+        offset = HEADER.size
+        self.lengths = np.frombuffer(data, "<i4", sequences, offset)
+        self.pointers = np.frombuffer(data, "<i8", sequences, offset + 4 * sequences)
+        self.document_indices = np.frombuffer(data, "<i8", boundaries, offset + 12 * sequences)
+        if not np.array_equal(self.pointers, _byte_offsets(self.lengths, self.dtype)) or (self.lengths < 0).any():
+            raise ConfigError(f"{path} is damaged: its lengths and offsets disagree; copy or prepare the data again")
+
+    def _map_tokens(self, path: Path) -> None:
+        expected = self.num_tokens * self.dtype.itemsize
+        try:
+            actual = path.stat().st_size
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; check the data prefix {self.prefix}") from error
+        if actual != expected:
+            raise ConfigError(
+                f"{path} has {actual} bytes but {self.prefix}.idx implies {expected}: "
+                "one of them is damaged or truncated; copy or prepare the data again"
+            )
+        self._tokens = np.memmap(path, self.dtype, mode="r") if expected else np.empty(0, self.dtype)
+
+
+class IndexedWriter:
+    """Writes one .idx/.bin pair, each document as one sequence; use it as a context manager.
+
+    The files appear under their names, .bin first, when the block ends without an error; otherwise nothing is left.
+    Memory: 4 bytes per document.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type[np.integer]) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in CODES:
+            raise ValueError(f"dtype {self.dtype}: Megatron's format knows {', '.join(str(d) for d in CODES)}")
+        self._lengths = array("i")
+        self._bin, self._idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+    def add_document(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Append one document of at least one token.
+
+        Raises:
+            ConfigError: an id does not fit the dtype (nothing is ever wrapped around).
+        """
+        tokens = np.asarray(ids)
+        if tokens.ndim != 1 or not len(tokens):
+            raise ValueError(
+                f"document {len(self._lengths)} of {self.prefix}: expected a flat list of at least one token"
+            )
+        limits = np.iinfo(self.dtype)
+        for token in (int(tokens.min()), int(tokens.max())):
+            if not limits.min <= token <= limits.max:
+                raise ConfigError(
+                    f"document {len(self._lengths)} of {self.prefix} has the token id {token}, which {self.dtype} "
+                    f"({limits.min} to {limits.max}) cannot hold; choose a wider dtype"
+                )
+        self._file.write(tokens.astype(self.dtype, casting="unsafe").tobytes())
+        self._lengths.append(len(tokens))
+
+    def __enter__(self) -> "IndexedWriter":
+        self._file = open(_temporary(self._bin), "wb")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            self._file.close()
+            for path in (self._bin, self._idx):
+                _temporary(path).unlink(missing_ok=True)
+
+    def _commit(self) -> None:
+        _sync(self._file)
+        with open(_temporary(self._idx), "wb") as index:
+            lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
+            index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(lengths) + 1))
+            index.write(lengths.astype("<i4").tobytes())
+            index.write(_byte_offsets(lengths, self.dtype).astype("<i8").tobytes())
+            index.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+            _sync(index)
+        os.replace(_temporary(self._bin), self._bin)
+        os.replace(_temporary(self._idx), self._idx)
+
+
+def _byte_offsets(lengths: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())

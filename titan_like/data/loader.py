@@ -1,0 +1,200 @@
+"""Batches for the training step, carried by torchdata's StatefulDataLoader; the only module of `data` with torch.
+
+One global order, one integer of state. Optimizer step s of a run takes the samples [s*G, (s+1)*G) of the dataset, with
+G = `global_batch_size`; of these, micro-batch m of data-parallel rank r holds the samples
+s*G + (m*dp_size + r)*local_batch_size + i. A position is the number of samples consumed by all ranks together, so a run
+may go on with another number of ranks, workers or sequences per micro-batch and still sees every sample once, in order.
+"""
+
+import itertools
+import operator
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from titan_like.config.errors import ConfigError
+
+IGNORED_LABEL = -100
+
+
+class SampleSource(Protocol):
+    """What a dataset must offer, e.g. `TokenDataset`."""
+
+    @property
+    def seq_len(self) -> int: ...
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+
+    def __getitem__(self, k: int, /) -> np.ndarray:
+        """Sample k >= 0 of the run, of any epoch: (S+1,) int64 tokens, or (2, S+1): tokens and document starts."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one data-parallel rank; all int64, on one device."""
+
+    tokens: Tensor  # (B, S)
+    labels: Tensor  # (B, S), labels[:, i] is the token after tokens[:, i]; IGNORED_LABEL never counts
+    positions: Tensor  # (B, S), for rotary embeddings
+    starts: Tensor | None = None  # (B, S), index in the row of the first token of each token's document; None: row = document
+
+
+class BatchSource:
+    """This rank's micro-batches, one optimizer step at a time, for ever (a new order for each epoch).
+
+    Args:
+        dataset: numbered samples; each worker process gets its own copy.
+        local_batch_size: sequences per micro-batch of one data-parallel rank.
+        global_batch_size: sequences per optimizer step over all ranks.
+        reset_attention_mask, reset_position_ids: keep documents apart (needs a dataset that says where they start):
+            `starts` is set and no label crosses into another document; positions count from there.
+        num_workers: processes that read ahead; 0 reads in this process.
+        device: where the batches go; None leaves them on the CPU.
+    Raises:
+        ConfigError: global_batch_size is no multiple of local_batch_size * dp_size.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSource,
+        *,
+        local_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        reset_attention_mask: bool = False,
+        reset_position_ids: bool = False,
+        num_workers: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if global_batch_size <= 0 or global_batch_size % (local_batch_size * dp_size):
+            raise ConfigError(
+                f"global_batch_size ({global_batch_size}) is not a positive multiple of local_batch_size "
+                f"({local_batch_size}) x data-parallel ranks ({dp_size}); "
+                f"choose a multiple of {local_batch_size * dp_size}"
+            )
+        self.dataset = dataset
+        self.local_batch_size = local_batch_size
+        self.global_batch_size = global_batch_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.resets = reset_attention_mask, reset_position_ids
+        self.num_workers = num_workers
+        self.device = torch.device("cpu" if device is None else device)
+        self._consumed = 0
+        self._rows: Iterator[Tensor] | None = None
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.global_batch_size // (self.local_batch_size * self.dp_size)
+
+    def next_step(self) -> list[Batch]:
+        """This rank's micro-batches of the next optimizer step; an error raised in a worker is raised here."""
+        if self._rows is None:
+            self._rows = iter(self._open_loader())
+        try:
+            step = [_to_batch(next(self._rows), self.device, *self.resets) for _ in range(self.accumulation)]
+        except BaseException:
+            self.close()  # a second try starts at the same step, not in the middle of it
+            raise
+        self._consumed += self.global_batch_size
+        return step
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: samples that `next_step` has handed out on all ranks; what workers read ahead is not in it."""
+        return {"consumed_samples": self._consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position, possibly saved with other ranks, workers or batch sizes."""
+        consumed = operator.index(state["consumed_samples"])
+        if consumed < 0:
+            raise ValueError(f"consumed_samples must be >= 0, not {consumed}")
+        self.close()
+        self._consumed = consumed
+
+    def close(self) -> None:
+        """Stop the workers and drop what they have read ahead; the position stays."""
+        self._rows = None
+
+    def _open_loader(self) -> StatefulDataLoader:
+        with warnings.catch_warnings():
+            # torchdata 0.11 still calls it; torch 2.13 deprecates it without replacement.
+            warnings.filterwarnings("ignore", message=".*set_vital.*")
+            return StatefulDataLoader(
+                self.dataset,
+                batch_sampler=_MicroBatchIds(
+                    self._consumed, self.local_batch_size, self.global_batch_size, self.dp_rank, self.dp_size
+                ),
+                collate_fn=_stack,
+                num_workers=self.num_workers,
+                pin_memory=self.device.type == "cuda",
+                generator=torch.Generator(),  # else opening the loader would draw from torch's global generator
+            )
+
+
+@dataclass(frozen=True)
+class _MicroBatchIds:
+    """The sample ids of one rank's micro-batches from a global position on, without end."""
+
+    start: int
+    local_batch_size: int
+    global_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step_start in itertools.count(self.start, self.global_batch_size):
+            for first in range(0, self.global_batch_size, self.dp_size * self.local_batch_size):
+                begin = step_start + first + self.dp_rank * self.local_batch_size
+                yield list(range(begin, begin + self.local_batch_size))
+
+
+def evaluation_batches(
+    dataset: SampleSource,
+    num_samples: int,
+    local_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    reset_attention_mask: bool = False,
+    reset_position_ids: bool = False,
+    device: torch.device | str | None = None,
+) -> Iterator[Batch]:
+    """Samples [0, num_samples) of the first epoch in order, as equally many batches on every rank.
+
+    Places without a sample (the last batches, or num_samples > len(dataset)) hold zeros with IGNORED_LABEL as labels.
+    """
+    target = torch.device("cpu" if device is None else device)
+    available = min(num_samples, len(dataset))
+    filler = np.zeros_like(dataset[0])
+    for first in range(0, num_samples, dp_size * local_batch_size):
+        begin = first + dp_rank * local_batch_size
+        ids = range(begin, begin + local_batch_size)
+        rows = _stack([dataset[k] if k < available else filler for k in ids])
+        batch = _to_batch(rows, target, reset_attention_mask, reset_position_ids)
+        batch.labels[max(0, available - begin) :] = IGNORED_LABEL
+        yield batch
+
+
+def _stack(rows: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.stack(rows))
+
+
+def _to_batch(rows: Tensor, device: torch.device, reset_attention_mask: bool, reset_position_ids: bool) -> Batch:
+    """rows: (B, S+1) tokens, or (B, 2, S+1) tokens and document starts."""
+    rows = rows.to(device, non_blocking=True)
+    tokens, starts = (rows[:, 0], rows[:, 1]) if rows.ndim == 3 else (rows, torch.zeros_like(rows))
+    labels = tokens[:, 1:].contiguous()
+    if reset_attention_mask:
+        labels.masked_fill_(starts[:, 1:] != starts[:, :-1], IGNORED_LABEL)
+    tokens, starts = tokens[:, :-1].contiguous(), starts[:, :-1].contiguous()
+    positions = torch.arange(tokens.shape[1], device=device).repeat(tokens.shape[0], 1)
+    if reset_position_ids:
+        positions -= starts
+    return Batch(tokens, labels, positions, starts if reset_attention_mask else None)

@@ -1,0 +1,89 @@
+"""The order of samples: Megatron's GPTDataset for one epoch, with a new permutation in each epoch.
+
+Source of the rule: NVIDIA/Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp (document index, sample
+index, shuffle index). One epoch concatenates all documents in shuffled order; sample j covers the S+1 tokens from
+token j*S on, so neighbours share one token; the samples are then shuffled. The partial last sample is dropped.
+"""
+
+import numpy as np
+
+from titan_like.config.errors import ConfigError
+
+Piece = tuple[int, int, int]  # document, first token, one past the last token
+
+
+class SampleOrder:
+    """Sample k of a run as a pure function of (lengths, seq_len, seed, k).
+
+    Epoch e draws from `numpy.random.RandomState(seed + e)` (modulo 2**32), documents first, then samples. Without
+    shuffling every epoch has the plain order. Memory: 12 bytes per document and 4 per sample of the current epoch.
+
+    Args:
+        lengths: (documents,) tokens per document; empty documents are allowed.
+        seq_len: S; a sample has S+1 tokens.
+        repeat: where the data are shorter than one sample, an epoch is as many passes over them as fill one.
+    Attributes:
+        samples_per_epoch: at least 1.
+        tokens_left_over: per epoch, at the end of its documents: too few for one more sample.
+    Raises:
+        ConfigError: fewer than S+1 tokens, or none with `repeat`.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, seq_len: int, seed: int, shuffle: bool = True, repeat: bool = False
+    ) -> None:
+        self.lengths = lengths
+        self.seq_len = seq_len
+        self.seed = seed
+        self.shuffle = shuffle
+        tokens = int(lengths.sum(dtype=np.int64))
+        if tokens < (1 if repeat else seq_len + 1):
+            raise ConfigError(too_few_tokens(tokens, seq_len))
+        self._passes = -(-(seq_len + 1) // tokens)
+        self.samples_per_epoch, self.tokens_left_over = divmod(self._passes * tokens - 1, seq_len)
+        self._epoch = -1
+
+    def pieces(self, k: int) -> list[Piece]:
+        """The stretches of documents that make up the S+1 tokens of sample k >= 0 (k counts through all epochs)."""
+        if k < 0:
+            raise IndexError(f"sample {k}: samples are counted from 0")
+        epoch, nth = divmod(k, self.samples_per_epoch)
+        if epoch != self._epoch:
+            self._build(epoch)
+        start = int(self._samples[nth]) * self.seq_len
+        (first, last), (begin, end) = locate(self._ends, np.array([start, start + self.seq_len]))
+        pieces: list[Piece] = []
+        for at in range(int(first), int(last) + 1):
+            document = int(self._documents[at])
+            lo = int(begin) if at == first else 0
+            hi = int(end) + 1 if at == last else int(self.lengths[document])
+            if hi > lo:
+                pieces.append((document, lo, hi))
+        return pieces
+
+    def _build(self, epoch: int) -> None:
+        self._documents = np.tile(np.arange(len(self.lengths), dtype=np.int32), self._passes)
+        self._samples = np.arange(self.samples_per_epoch, dtype=np.uint32)
+        if self.shuffle:
+            rng = np.random.RandomState((self.seed + epoch) % 2**32)
+            rng.shuffle(self._documents)
+            rng.shuffle(self._samples)
+        self._ends = np.cumsum(self.lengths[self._documents], dtype=np.int64)
+        self._epoch = epoch
+
+
+def locate(
+    ends: np.ndarray,  # (documents,) int64, inclusive cumulative lengths in reading order
+    tokens: np.ndarray,  # (n,) int64, positions in the concatenated documents
+) -> tuple[np.ndarray, np.ndarray]:
+    """(place in reading order, offset in that document) of each token: the rows of Megatron's sample index."""
+    places = np.searchsorted(ends, tokens, side="right")
+    starts = np.where(places > 0, ends[places - 1], 0)
+    return places, tokens - starts
+
+
+def too_few_tokens(tokens: int, seq_len: int) -> str:
+    """The sentence for a dataset that cannot fill one sample."""
+    return (
+        f"the data have {tokens} tokens, fewer than the {seq_len + 1} of one sample; add data or lower training.seq_len"
+    )

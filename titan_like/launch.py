@@ -1,0 +1,144 @@
+"""What can be checked before any process starts; imports no torch. run_train.sh runs it: `python -m titan_like.launch`.
+
+On success, standard output is two lines: the run folder, the checkpoint folder. All else goes to standard error.
+"""
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from titan_like.config import Config, ConfigError, TitanError, load_config_or_exit, world_checks
+from titan_like.data.dataset import check_data
+from titan_like.models.flavors import resolve
+from titan_like.parallel.checks import model_checks
+from titan_like.prepare import ensure_default
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check the environment and the config, prepare the default corpus if it is used and missing, check the data.
+
+    Raises:
+        SystemExit: 2 after printing one sentence per problem; 1 if the preparation failed.
+    """
+    config = load_config_or_exit(sys.argv[1:] if argv is None else argv)
+    world_size, problems = check_environment(os.environ)
+    problems += check_settings(config, world_size)
+    try:
+        if not problems:
+            with redirect_stdout(sys.stderr):
+                ensure_default([*config.data.train, *config.data.validation])
+            problems = check_shards(config)
+        if problems:
+            raise ConfigError(*problems)
+    except TitanError as error:
+        print(*(f"error: {problem}" for problem in str(error).splitlines()), sep="\n", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    folder = Path(config.job.dump_folder)
+    print(config.comm.mode, folder.absolute(), (folder / config.checkpoint.folder).absolute(), sep="\n")
+
+
+def check_run(config: Config, world_size: int) -> list[str]:
+    """One sentence for each reason why `config` cannot run on `world_size` processes (0: unknown); writes nothing."""
+    return [*check_settings(config, world_size), *check_shards(config)]
+
+
+def check_settings(config: Config, world_size: int) -> list[str]:
+    """The part of check_run that looks at no data."""
+    problems = world_checks(config, world_size) if world_size > 0 else []
+    model = config.model
+    try:
+        limit = resolve(model.name, model.flavor, model.overrides).max_seq_len
+    except ConfigError as error:
+        problems += error.problems
+    else:
+        if config.training.seq_len > limit:
+            problems.append(
+                f"training.seq_len ({config.training.seq_len}) is longer than the {limit} tokens that {model.name} "
+                f"{model.flavor} allows; lower it, or raise model.overrides.max_seq_len"
+            )
+    if config.comm.mode == "fake":
+        return problems
+    problems += check_folder("job.dump_folder", config.job.dump_folder)
+    if Path(config.checkpoint.folder).is_absolute():
+        problems += check_folder("checkpoint.folder", config.checkpoint.folder)
+    return problems
+
+
+def check_shards(config: Config) -> list[str]:
+    """The part of check_run that opens the data: shards, manifest and tokenizer against the model."""
+    try:
+        vocab_size = resolve(config.model.name, config.model.flavor, config.model.overrides).vocab_size
+    except ConfigError:
+        return []  # check_settings says so
+    prefixes = [*config.data.train, *config.data.validation]
+    return check_data(prefixes, config.training.seq_len, vocab_size, config.model.tokenizer_path or None)
+
+
+def check_folder(key: str, folder: str) -> list[str]:
+    """Whether `folder`, the value of `key`, can be made and written to; leaves nothing behind."""
+    path = Path(folder).absolute()
+    while not os.path.lexists(path):
+        path = path.parent
+    try:
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        return [
+            f'{key} is "{folder}", but nothing can be written to {path} ({error.strerror}); '
+            "choose another folder"
+        ]
+    return []
+
+
+def check_environment(env: Mapping[str, str]) -> tuple[int, list[str]]:
+    """The number of processes (0: unknown), and what is wrong with the variables that say how many meet where."""
+    problems: list[str] = []
+
+    def number(name: str, low: int, high: float, default: int, remedy: str) -> int:
+        text = env.get(name) or str(default)
+        if text.isascii() and text.isdigit() and low <= int(text) <= high:
+            return int(text)
+        allowed = f"{low} to {high}" if high < float("inf") else f"{low} or more"
+        problems.append(f"{name} is {text!r}; allowed is a whole number, {allowed}: {remedy}")
+        return 0
+
+    processes = number("NPROC", 1, float("inf"), 1, "the processes to start on this node, one per GPU")
+    nodes = number("NNODES", 1, float("inf"), 1, "the nodes that the run has")
+    rank = number("NODE_RANK", 0, max(nodes - 1, 0), 0, "a different one on each node, below NNODES")
+    port = number("MASTER_PORT", 1, 65535, 29500, "a free port of the node with NODE_RANK 0")
+    if nodes > 1:
+        problems += [
+            f"{name} is not set, but NNODES is {nodes}; set it to {meaning}"
+            for name, meaning in (("MASTER_ADDR", "the host of the node with NODE_RANK 0"), ("NODE_RANK", "0, 1, ..."))
+            if not env.get(name)
+        ]
+    if rank == 0 and port and env.get("MASTER_PORT") and (nodes > 1 or processes > 1):
+        problems += check_port(port)
+    return processes * nodes, [*problems, *check_slurm(env)]
+
+
+def check_port(port: int) -> list[str]:
+    """Whether this host can listen on `port` now."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return [
+            f"MASTER_PORT {port} cannot be used on this host ({error.strerror}); choose a free one, or on a single "
+            "node leave it unset to have one chosen"
+        ]
+    return []
+
+
+def check_slurm(env: Mapping[str, str]) -> list[str]:
+    """srun must start this script once per node: it starts the processes of the node itself."""
+    tasks, nodes = env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("SLURM_STEP_NUM_NODES", "1")
+    if tasks == nodes:
+        return []
+    return [f"srun starts {tasks} tasks on {nodes} nodes; start one per node: srun --ntasks-per-node=1"]
+
+
+if __name__ == "__main__":
+    main()

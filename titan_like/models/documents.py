@@ -1,0 +1,123 @@
+"""Attention inside the documents of packed rows, without computing what a mask would hide.
+
+Documents are told by `bounds`, (documents + 1,) int32: where each one begins in the B rows laid end to end, then B x S
+(`cu_seqlens` in the words of the GPU kernels). A document never reaches over the end of its row. On the CPU each
+document is one call of the flash kernel; on GPUs all are one call of the variable-length kernel.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+# Operators of their own, because their loops and shapes depend on the data: compiled blocks, recompute policies and
+# fake tensors see one operation each.
+@torch.library.custom_op("titan_like::document_bounds", mutates_args=())
+def document_bounds(
+    starts: Tensor,  # (B, S) int64: the index in the row of the first token of each token's document
+) -> Tensor:  # (documents + 1,) int32
+    """Where documents begin. One wait for the device per call; fake tensors get the longest result there can be."""
+    index = torch.arange(starts.shape[1], device=starts.device)
+    begins = (starts == index).flatten().nonzero().flatten()
+    return torch.cat([begins, begins.new_tensor([starts.numel()])]).int()
+
+
+@document_bounds.register_fake
+def _(starts: Tensor) -> Tensor:
+    return starts.new_empty(starts.numel() + 1, dtype=torch.int32)
+
+
+def attend_within_documents(
+    q: Tensor,  # (B, N, S, H)
+    k: Tensor,  # (B, N, S, H)
+    v: Tensor,  # (B, N, S, H)
+    bounds: Tensor,  # (documents + 1,) int32
+) -> Tensor:  # (B, N, S, H)
+    """Block-diagonal causal attention. A GPU has kernels for 16-bit numbers only; others go through a dense mask there."""
+    if q.device.type == "cpu":
+        return torch.ops.titan_like.document_attention(q, k, v, bounds)[0]
+    if q.dtype in (torch.bfloat16, torch.float16):
+        return _variable_length(q, k, v, bounds)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(bounds, q.shape[0], q.shape[2]))
+
+
+def dense_mask(bounds: Tensor, rows: int, seq_len: int) -> Tensor:  # (B, 1, S, S) bool
+    """The mask that `bounds` stands for: True where a query (third dim) sees a key (last dim)."""
+    index = torch.arange(rows * seq_len, device=bounds.device, dtype=bounds.dtype)
+    document = torch.bucketize(index, bounds, right=True).view(rows, seq_len)
+    return (document[:, :, None] == document[:, None, :]).tril()[:, None]
+
+
+def _variable_length(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, _, seq_len, _ = q.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B x S, N, H)
+    out = varlen_attn(q, k, v, bounds, bounds, seq_len, seq_len, window_size=(-1, 0))
+    return out.unflatten(0, (rows, seq_len)).transpose(1, 2)  # type: ignore[union-attr]
+
+
+@torch.library.custom_op("titan_like::document_attention", mutates_args=(), device_types="cpu")
+def document_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, N, S, H) each, bounds -> output (B, N, S, H), logsumexp (B, N, S)."""
+    out, lse = torch.empty_like(q), _empty_lse(q)
+    for place in _places(bounds, q.shape[2]):
+        out[place], lse[place] = _forward_kernel(q[place], k[place], v[place], 0.0, True)
+    return out, lse
+
+
+@document_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), _empty_lse(q)
+
+
+@torch.library.custom_op("titan_like::document_attention_backward", mutates_args=(), device_types="cpu")
+def document_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, of their shapes."""
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for place in _places(bounds, q.shape[2]):
+        # The kernel reads the logsumexp in the strides that its forward gives.
+        lse_piece = lse[place].transpose(1, 2).contiguous().transpose(1, 2)
+        dq[place], dk[place], dv[place] = _backward_kernel(
+            grad[place], q[place], k[place], v[place], out[place], lse_piece, 0.0, True
+        )
+    return dq, dk, dv
+
+
+@document_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bounds = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds)
+
+
+def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *torch.ops.titan_like.document_attention_backward(grad, *ctx.saved_tensors), None
+
+
+document_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _places(bounds: Tensor, seq_len: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Each document's place in (B, N, S, ...) tensors."""
+    for begin, end in pairwise(bounds.tolist()):
+        row, first = divmod(begin, seq_len)
+        yield slice(row, row + 1), slice(None), slice(first, first + end - begin)

@@ -1,0 +1,292 @@
+"""Does a composition give the answer of one process? The check behind scripts/parity.py and tests/distributed/.
+
+Every rank builds the composed model and, beside it, the plain decoder on the whole batch with a loss of its own. Loss,
+grad norm and the gradient of every parameter must agree after one step, and the weights after three more steps of
+clipped SGD (Adam would hide a constant factor). Labels are few and unequal: valid fractions of 5 to 95 % per row, one row
+without any.
+
+`launch` starts the processes; each of them runs `main`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_like.config import Config
+from titan_like.data.loader import Batch
+from titan_like.loss import IGNORED
+from titan_like.models.decoder import Decoder
+from titan_like.models.flavors import ModelConfig, resolve
+from titan_like.parallel.apply import build_model
+from titan_like.parallel.distributed import close_process_group, init_process_group
+from titan_like.parallel.init import init_weights
+from titan_like.parallel.mesh import Mesh, build_mesh
+from titan_like.parallel.model import ParallelModel
+from titan_like.step import evaluation_step, training_step
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # relative; bf16 itself has 8 bits
+SGD_STEPS, LEARNING_RATE = 3, 0.1
+TIMEOUT_SECONDS = 60
+
+
+@dataclass
+class Report:
+    """Relative differences to one process, the largest over all ranks.
+
+    Attributes:
+        gradient, weight: max |a - b| / max |b| of the worst parameter, whose name follows.
+        problem: what went wrong besides numbers; empty if nothing did.
+    """
+
+    name: str
+    loss: float = 0.0
+    evaluation_loss: float = 0.0
+    grad_norm: float = 0.0
+    gradient: float = 0.0
+    gradient_name: str = ""
+    weight: float = 0.0
+    weight_name: str = ""
+    problem: str = ""
+    tolerance: float = TOLERANCE["float32"]
+
+    def table(self) -> str:
+        """For people: one row per quantity, and the verdict."""
+        rows = [
+            ("loss", self.loss, ""), ("evaluation loss", self.evaluation_loss, ""), ("grad norm", self.grad_norm, ""),
+            ("worst gradient", self.gradient, self.gradient_name), ("worst weight", self.weight, self.weight_name),
+        ]  # fmt: skip
+        lines = [self.name, *(f"  {title:<16} {number:8.1e}  {parameter}" for title, number, parameter in rows)]
+        if self.problem:
+            lines.append(f"  {self.problem}")
+        verdict = "equal to one process" if self.is_exact else "NOT EQUAL to one process"
+        return "\n".join([*lines, f"  {verdict} (relative tolerance {self.tolerance:g})"])
+
+    @property
+    def is_exact(self) -> bool:
+        numbers = (self.loss, self.evaluation_loss, self.grad_norm, self.gradient, self.weight)
+        return not self.problem and all(number <= self.tolerance for number in numbers)  # nan is not
+
+
+Tamper = Callable[[ParallelModel, list[Batch]], None]  # a fault to inject, on this rank
+
+
+def run_case(name: str, config: Config, tamper: Tamper | None = None) -> Report:
+    """Compare on this rank; collective, and the same report on every rank."""
+    device = torch.device("cpu")
+    mesh = build_mesh("cpu", config.parallelism)
+    shape = resolve(config.model.name, config.model.flavor, config.model.overrides)
+    report = Report(name, tolerance=TOLERANCE[config.training.mixed_precision_param])
+    model = build_model(shape, config, mesh, device)
+    optimizer = torch.optim.SGD([p for _, p in model.named_parameters()], lr=LEARNING_RATE)
+    reference = _Reference(shape, config)
+
+    gradients: dict[str, Tensor] = {}
+    hook = optimizer.register_step_pre_hook(lambda *_: gradients.update(_full(model, "grad")))
+    for step in range(1 + SGD_STEPS):
+        whole = make_batch(shape, config, mesh, step)
+        batches = local_rows(whole, config, mesh)
+        if tamper is not None and step == 0:
+            tamper(model, batches)
+        loss, norm = reference.backward(whole)
+        max_norm = 1e9 if step == 0 else norm / 2
+        result = training_step(model, optimizer, batches, max_norm)
+        if step == 0:
+            hook.remove()
+            report.loss, report.grad_norm = _relative(result.loss, loss), _relative(result.grad_norm, norm)
+            report.gradient, report.gradient_name = _worst(gradients, reference.gradients())
+        reference.step(max_norm)
+        if step == 1:  # between optimizer steps; the next one must not notice
+            evaluation, _ = evaluation_step(model, batches)
+            report.evaluation_loss = _relative(evaluation, reference.evaluate(whole))
+    report.weight, report.weight_name = _worst(_full(model, "data"), reference.weights())
+    return _agree(report, set(gradients), set(reference.weights()))
+
+
+class _Reference:
+    """The plain decoder in fp32 on the whole batch, and a loop that shares nothing with step.py."""
+
+    def __init__(self, shape: ModelConfig, config: Config) -> None:
+        self._model = Decoder(shape)
+        init_weights(self._model.named_parameters(), shape, config.training.seed)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
+
+    def backward(self, batch: Batch) -> tuple[float, float]:
+        """(loss, grad norm) of the whole batch."""
+        loss = self._loss(batch)
+        loss.backward()
+        norm = torch.stack([p.grad.double().norm() for p in self._model.parameters() if p.grad is not None]).norm()
+        return loss.item(), norm.item()
+
+    def evaluate(self, batch: Batch) -> float:
+        with torch.no_grad():
+            return self._loss(batch).item()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        logits = self._model(batch.tokens, batch.positions, batch.starts)
+        return F.cross_entropy(logits.flatten(0, 1).double(), batch.labels.flatten())
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self._model.named_parameters()}
+
+    def step(self, max_norm: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def make_batch(shape: ModelConfig, config: Config, mesh: Mesh, step: int) -> Batch:
+    """The global batch of a step, the same on every rank: random tokens, labels and documents."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    rows, columns = config.training.global_batch_size, config.training.seq_len
+    if rows == -1:
+        rows = config.training.local_batch_size * mesh.degree("dp_replicate", "dp_shard")
+    tokens = torch.randint(0, shape.vocab_size, (rows, columns + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    keep = torch.rand(rows, 1, generator=generator) * 0.9 + 0.05
+    labels[torch.rand(rows, columns, generator=generator) > keep] = IGNORED
+    labels[0] = IGNORED
+    index = torch.arange(columns).expand(rows, columns)
+    begins = torch.rand(rows, columns, generator=generator) < 0.12
+    starts = torch.where(begins, index, 0).cummax(1).values
+    positions = index - starts if config.data.reset_position_ids else index.clone()
+    return Batch(tokens[:, :-1].contiguous(), labels, positions, starts if config.data.reset_attention_mask else None)
+
+
+def local_rows(batch: Batch, config: Config, mesh: Mesh) -> list[Batch]:
+    """This rank's micro-batches, in the order of data/loader.py."""
+    size, readers = config.training.local_batch_size, mesh.degree("dp_replicate", "dp_shard")
+    firsts = range(mesh.batch_rank * size, len(batch.tokens), readers * size)
+    pieces = [[t if t is None else t[first : first + size] for t in vars(batch).values()] for first in firsts]
+    return [Batch(*piece) for piece in pieces]  # type: ignore[arg-type]
+
+
+def _full(model: ParallelModel, attribute: str) -> dict[str, Tensor]:
+    """Whole tensors of this rank's stages by name; collective within each stage."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensor = getattr(parameter, attribute)
+        if tensor is not None:
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if name in found and not torch.equal(found[name], tensor):
+                tensor = torch.full_like(tensor, torch.nan)  # the two copies of a tied table differ
+            found[name] = tensor.clone()
+    return found
+
+
+def _relative(value: float, expected: float) -> float:
+    return abs(value - expected) / abs(expected)
+
+
+def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative difference and its parameter; nan counts as the largest."""
+    worst, worst_name = 0.0, ""
+    for name, tensor in found.items():
+        scale = expected[name].abs().max().clamp(min=1e-12)
+        difference = ((tensor - expected[name]).abs().max() / scale).item()
+        if not difference <= worst:
+            worst, worst_name = difference, name
+    return worst, worst_name
+
+
+def _agree(report: Report, found: set[str], expected: set[str]) -> Report:
+    """The worst of all ranks in one report, and whether each parameter has a gradient somewhere."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (report, found))
+    reports = [entry[0] for entry in gathered]
+
+    def badness(value: float) -> float:
+        return float("inf") if value != value else value
+
+    for key in ("loss", "evaluation_loss", "grad_norm", "gradient", "weight"):
+        worst = max(reports, key=lambda r, key=key: badness(getattr(r, key)))  # type: ignore[misc]
+        setattr(report, key, getattr(worst, key))
+        if key in ("gradient", "weight"):
+            setattr(report, f"{key}_name", getattr(worst, f"{key}_name"))
+    missing = expected - set().union(*(entry[1] for entry in gathered))
+    if missing:
+        report.problem = f"no gradient for {', '.join(sorted(missing))}"
+    return report
+
+
+def launch(cases: dict[str, Config], processes: int, timeout_seconds: int = 600) -> list[Report]:
+    """Run all cases on one set of gloo processes of this machine; reports in the order of `cases`.
+
+    After a case that raises the processes are started again for the rest: its peers may be stuck in a collective.
+    """
+    reports: dict[str, Report] = {}
+    while len(reports) < len(cases):
+        rest = {name: config for name, config in cases.items() if name not in reports}
+        found = _launch_once(rest, processes, timeout_seconds)
+        if not found:
+            name = next(iter(rest))
+            found = {name: Report(name, problem="the processes ended without a report")}
+        reports |= found
+    return [reports[name] for name in cases]
+
+
+def _launch_once(cases: dict[str, Config], processes: int, timeout_seconds: int) -> dict[str, Report]:
+    with tempfile.TemporaryDirectory() as folder:
+        case_file, report_file = Path(folder, "cases.json"), Path(folder, "reports.jsonl")
+        case_file.write_text(json.dumps({name: config.model_dump() for name, config in cases.items()}))
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "inductor")),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+        }  # fmt: skip
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+            "-m", "titan_like.oracle", str(case_file), str(report_file),
+        ]  # fmt: skip
+        try:
+            result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return {}
+        found: dict[str, Report] = {}
+        for line in report_file.read_text().splitlines() if report_file.exists() else []:
+            report = Report(**json.loads(line))
+            found.setdefault(report.name, report)
+        if result.returncode and not any(report.problem for report in found.values()):
+            print(result.stderr[-5000:], file=sys.stderr)
+        return found
+
+
+def main(argv: list[str]) -> None:
+    """One rank: run the cases of a JSON file, append a report per case; stops after one that raises."""
+    cases, reports = json.loads(Path(argv[0]).read_text()), Path(argv[1])
+    torch.set_num_threads(1)
+    init_process_group(torch.device("cpu"), TIMEOUT_SECONDS)
+    for name, settings in cases.items():
+        try:
+            report = run_case(name, Config.model_validate(settings))
+        except Exception:
+            print(f"[rank {dist.get_rank()}] {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            _append(reports, Report(name, problem=traceback.format_exc().strip().splitlines()[-1]))
+            os._exit(1)  # the peers may wait in a collective: what came after it would mean nothing
+        torch.compiler.reset()  # every case has blocks of its own
+        if dist.get_rank() == 0:
+            _append(reports, report)
+    close_process_group()
+
+
+def _append(path: Path, report: Report) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(report)) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,116 @@
+"""From a model shape to this rank's part of a parallel model: the one place that knows the order of wrapping."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from titan_like.config.schema import Config
+from titan_like.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
+from titan_like.models.decoder import Decoder
+from titan_like.models.flavors import ModelConfig
+from titan_like.parallel.compile import compile_blocks
+from titan_like.parallel.context import apply_context_parallel, local_index
+from titan_like.parallel.fsdp import apply_data_parallel
+from titan_like.parallel.init import init_weights
+from titan_like.parallel.mesh import Mesh
+from titan_like.parallel.model import ParallelModel
+from titan_like.parallel.pipeline import Pipeline, layer_ranges, shard_slice, stages_of_rank
+from titan_like.parallel.recompute import recompute_blocks, recompute_operations
+from titan_like.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(model_config: ModelConfig, config: Config, mesh: Mesh, device: torch.device) -> ParallelModel:
+    """Build on meta, wrap, materialise, initialise. Parameters are fp32, whatever the compute dtype."""
+    model = wrap_model(model_config, config, mesh, device)
+    for part in model.parts:
+        part.to_empty(device=device)
+        part.tie_weights()
+        init_weights(part.named_parameters(), model_config, config.training.seed)
+    return model
+
+
+def wrap_model(model_config: ModelConfig, config: Config, mesh: Mesh, device: torch.device) -> ParallelModel:
+    """The same without any memory: every parameter is on meta."""
+    parallelism, degree = config.parallelism, mesh.degree("cp")
+    ranges = layer_ranges(model_config, config)
+    stages = stages_of_rank(config, mesh.axes["pp"].get_local_rank())
+    parts = []
+    for stage in stages:
+        with torch.device("meta"):
+            part = Decoder(model_config)
+        part.keep_stage(ranges[stage], first=stage == 0, last=stage == len(ranges) - 1)
+        wrap_part(part, config, mesh)
+        parts.append(part)
+        logger.info("stage %d of %d: layers %d to %d", stage, len(ranges), ranges[stage][0], ranges[stage][-1])
+    loss = build_loss(model_config, config, mesh)
+    return ParallelModel(
+        config=model_config,
+        mesh=mesh,
+        parts=parts,
+        loss=loss,
+        pipeline=Pipeline(parts, config, mesh, device, loss) if mesh.degree("pp") > 1 else None,
+        sequence_index=None
+        if degree == 1
+        else local_index(
+            config.training.seq_len,
+            degree,
+            mesh.axes["cp"].get_local_rank(),
+            load_balance=parallelism.context_parallel_load_balance,
+        ).to(device),
+        reduces_once=parallelism.fsdp_reshard_after_forward == "never",
+    )
+
+
+def wrap_part(part: Decoder, config: Config, mesh: Mesh) -> None:
+    """The order: tensor -> context -> selective recompute -> compile -> recompute of blocks -> data parallel.
+
+    Recompute of whole blocks lies outside the compiled block, which works with tensor parallelism too; recompute per
+    operation lies inside, where it sees the operations.
+    """
+    parallelism, recompute = config.parallelism, config.activation_checkpoint
+    if mesh.degree("tp") > 1:
+        apply_tensor_parallel(part, mesh.sharding["tp"], loss_parallel=parallelism.enable_loss_parallel)
+        if parallelism.enable_async_tensor_parallel:
+            enable_async_tensor_parallel(mesh.sharding["tp"])
+    if mesh.degree("cp") > 1:
+        apply_context_parallel(
+            part,
+            mesh.axes["cp"],
+            config.training.seq_len,
+            documents=config.data.reset_attention_mask,
+            load_balance=parallelism.context_parallel_load_balance,
+            rotate_method=parallelism.context_parallel_rotate_method,
+        )
+    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+        recompute_operations(part)
+    if config.compile.enable and "blocks" in config.compile.components:
+        compile_blocks(part)
+    if recompute.mode == "full":
+        recompute_blocks(part, every=1)
+    elif recompute.mode == "selective" and recompute.selective_ac_option != "op":
+        recompute_blocks(part, every=recompute.selective_ac_option)
+    reshard = parallelism.fsdp_reshard_after_forward
+    apply_data_parallel(
+        part,
+        mesh,
+        param_dtype=getattr(torch, config.training.mixed_precision_param),
+        reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
+        reshard_after_forward=reshard == "always" or (reshard == "default" and mesh.degree("pp") == 1),
+    )
+
+
+def build_loss(model_config: ModelConfig, config: Config, mesh: Mesh) -> Callable[[Tensor, Tensor], Tensor]:
+    """(logits, labels) -> summed loss, over this rank's part of the vocabulary where it has one."""
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+    if mesh.degree("tp") > 1 and config.parallelism.enable_loss_parallel:
+        tp = mesh.sharding["tp"]
+        columns = shard_slice(model_config.vocab_size, tp.size(), tp.get_local_rank())
+        loss = partial(vocab_parallel_cross_entropy_sum, start=columns.start, group=tp.get_group().group_name)
+    if config.compile.enable and "loss" in config.compile.components:
+        loss = torch.compile(loss)
+    return loss

@@ -1,0 +1,202 @@
+"""Tokenising texts into shards with manifests, and merging shards."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from platform import python_version
+
+import numpy as np
+from pydantic import JsonValue
+
+from titan_like.config.errors import ConfigError
+from titan_like.data.indexed import IndexedDataset, IndexedWriter, merge_indexed, optimal_dtype
+from titan_like.data.manifest import Manifest, file_sha256, manifest_path
+from titan_like.data.tokenizer import Tokenizer
+from titan_like.prepare.config import PrepareConfig
+
+BATCH_CHARACTERS = 1 << 20  # tokenised at once; bounds the memory held as Python lists
+LONGEST_CHARACTERS = 1 << 22  # longer documents are tokenised in parts cut at line ends, which bounds it too
+
+
+class Vocabulary:
+    """A tokenizer with the special ids and the dtype that a preparation uses.
+
+    Raises:
+        ConfigError: no EOD, BOS or a dtype that cannot hold the ids.
+    """
+
+    def __init__(self, path: str | Path, config: PrepareConfig) -> None:
+        self.tokenizer = Tokenizer(path)
+        settings, output = config.tokenizer, config.output
+        self.eod_id = self._special("eod", settings.eod, self.tokenizer.eos_id)
+        self.bos_id = self._special("bos", settings.bos, self.tokenizer.bos_id)
+        self.pad_id = self._special("pad", settings.pad, self.tokenizer.pad_id)
+        self.append_eod, self.add_bos = output.append_eod, output.bos
+        for needed, name, found in ((output.append_eod, "eod", self.eod_id), (output.bos, "bos", self.bos_id)):
+            if needed and found is None:
+                raise ConfigError(f"{path} does not say which id is {name.upper()}; set tokenizer.{name} to an id or a token")
+        self.dtype = optimal_dtype(self.tokenizer.vocab_size) if output.dtype == "auto" else np.dtype(output.dtype)
+
+    def encode(self, texts: Iterable[str], threads: int) -> Iterator[np.ndarray]:
+        """Ids of each document, with BOS and EOD as asked for; (tokens,) int64."""
+        for batch in _batches(texts):
+            parts = [list(_parts(text)) for text in batch]
+            flat = iter(self.tokenizer.encode_batch([part for document in parts for part in document], threads))
+            for document in parts:
+                arrays = [np.array(next(flat), np.int64) for _ in document]
+                begin, end = [self.bos_id] if self.add_bos else [], [self.eod_id] if self.append_eod else []
+                yield np.concatenate([np.array(begin, np.int64), *arrays, np.array(end, np.int64)])
+
+    def _special(self, name: str, asked: int | str, own: int) -> int | None:
+        if asked == "auto":
+            return own if own >= 0 else None
+        try:
+            return self.tokenizer.id_of(asked)
+        except ConfigError as error:
+            raise ConfigError(f"tokenizer.{name}: {error}") from error
+
+
+def write_shard(
+    prefix: Path,
+    texts: Iterable[tuple[str, str]],
+    vocabulary: Vocabulary,
+    source: str,
+    settings: dict[str, JsonValue],
+    place: tuple[int, int] = (0, 1),
+    threads: int = -1,
+) -> Manifest:
+    """Write `{prefix}.bin/.idx/.manifest.json` of (name, text) pairs, the manifest last; `place` is (shard, shards).
+
+    Raises:
+        ConfigError: an id does not fit the dtype; the document is named.
+    """
+    names: list[str] = []
+
+    def remember(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+        for name, text in pairs:
+            names.append(name)
+            yield text
+
+    with IndexedWriter(prefix, vocabulary.dtype) as writer:
+        for ids in vocabulary.encode(remember(texts), threads):
+            try:
+                if len(ids):  # a text of spaces can have no ids of its own without EOD
+                    writer.add_document(ids)
+            except ConfigError as error:
+                raise ConfigError(f"{error} ({names[0]})") from error
+            del names[0]
+    tokenizer = vocabulary.tokenizer
+    facts = {
+        "tokenizer": Path(tokenizer.path).name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": vocabulary.eod_id,
+        "bos_id": vocabulary.bos_id,
+        "pad_id": vocabulary.pad_id,
+        "append_eod": vocabulary.append_eod,
+        "add_bos": vocabulary.add_bos,
+        "source": source,
+        "shard": place[0],
+        "shards": place[1],
+        "settings": settings,
+        "versions": {name: version(name) for name in ("numpy", tokenizer.package)} | {"python": python_version()},
+    }
+    return describe(prefix, facts)
+
+
+def describe(prefix: Path, facts: dict[str, JsonValue]) -> Manifest:
+    """Save the manifest of the shard that is there: what is known of it, and what its files say."""
+    data = IndexedDataset(prefix)
+    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    counts = count_tokens(data, int(str(facts["vocab_size"])))
+    manifest = Manifest.model_validate(
+        facts
+        | {
+            "documents": len(data.document_indices) - 1,
+            "tokens": data.num_tokens,
+            "dtype": str(data.dtype),
+            "unigram_entropy_nats": entropy_nats(counts),
+            "bin_sha256": file_sha256(bin_path),
+            "bin_bytes": bin_path.stat().st_size,
+            "idx_sha256": file_sha256(idx_path),
+            "idx_bytes": idx_path.stat().st_size,
+        }
+    )
+    manifest.save(prefix)
+    return manifest
+
+
+def merge(prefixes: Sequence[str], output: str) -> Manifest | None:
+    """Put shards one after the other into one; returns its manifest, None if one of them had none.
+
+    Raises:
+        ConfigError: shards of different tokenizers, special ids or dtypes, or an output that exists.
+    """
+    manifests = [Manifest.load(prefix) for prefix in prefixes]
+    for path in (Path(f"{output}.bin"), Path(f"{output}.idx"), manifest_path(output)):
+        if path.exists():
+            raise ConfigError(f"{path} exists; remove it or choose another output")
+    known = [manifest for manifest in manifests if manifest]
+    keys = ("tokenizer_sha256", "vocab_size", "eod_id", "bos_id", "pad_id", "append_eod", "add_bos")
+    for key in keys:
+        if len({getattr(manifest, key) for manifest in known}) > 1:
+            values = ", ".join(f"{p}: {getattr(m, key)}" for p, m in zip(prefixes, manifests, strict=True) if m)
+            raise ConfigError(f"the shards differ in {key} ({values}); merge shards of one preparation")
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    merge_indexed([IndexedDataset(prefix) for prefix in prefixes], output)
+    if len(known) < len(prefixes):
+        return None
+    facts = known[0].model_dump(mode="json", include={*keys, "settings", "versions"})
+    tokenizer = os.path.relpath(known[0].tokenizer_path(prefixes[0]), Path(output).parent)
+    sources = " + ".join(dict.fromkeys(manifest.source for manifest in known))
+    return describe(Path(output), facts | {"tokenizer": tokenizer, "source": sources, "shard": 0, "shards": 1})
+
+
+def count_tokens(data: IndexedDataset, vocab_size: int) -> np.ndarray:
+    """How often each id occurs, (vocab_size,) int64.
+
+    Raises:
+        ConfigError: an id outside the vocabulary; the document is named.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    for first, tokens in data.blocks():
+        low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
+        if low < 0 or high >= vocab_size:
+            at = first + int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+            raise ConfigError(
+                f"document {data.document_of(at)} of {data.prefix} has the token id {int(tokens[at - first])}, but the "
+                f"vocabulary has the ids 0 to {vocab_size - 1}; prepare the data again"
+            )
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return counts
+
+
+def entropy_nats(counts: np.ndarray) -> float:
+    """Entropy of the distribution with these counts, in nats."""
+    shares = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(shares * np.log(shares)).sum()) + 0.0
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _parts(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > LONGEST_CHARACTERS:
+        stop = start + LONGEST_CHARACTERS
+        cut = max(text.rfind("\n", start + 1, stop), text.rfind(" ", start + 1, stop) if "\n" not in text[start:stop] else -1)
+        stop = cut if cut > start else stop
+        yield text[start:stop]
+        start = stop
+    yield text[start:] if start else text

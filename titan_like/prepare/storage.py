@@ -1,0 +1,114 @@
+"""Finding and opening input files: local paths, or gs:// and az:// through blobfile (imported when one is named)."""
+
+import bz2
+import gzip
+import importlib
+import lzma
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from titan_like.config.errors import ConfigError
+from titan_like.prepare.config import STDLIB
+
+JSONL, PARQUET, TEXT = "jsonl", "parquet", "text"
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_FORMATS = {".jsonl": JSONL, ".ndjson": JSONL, ".json": JSONL, ".parquet": PARQUET}
+# Tests, installed packages and vendored or generated data are not the standard library's own source.
+LEFT_OUT = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "pydoc_data", "__pycache__"}
+)
+
+
+def find_files(sources: Sequence[str], text_suffixes: Sequence[str]) -> list[str]:
+    """The files of all sources in a fixed order, none twice.
+
+    Raises:
+        ConfigError: a source does not exist or holds no file of a known kind.
+    """
+    files: dict[str, None] = {}
+    for source in sources:
+        root = sysconfig.get_path("stdlib") if source == STDLIB else source
+        left_out = LEFT_OUT if source == STDLIB else frozenset()
+        known = (*_FORMATS, *text_suffixes)
+        found = [root] if _is_file(root) else sorted(p for p in _walk(root, left_out) if _ending(p) in known)
+        if not found:
+            raise ConfigError(
+                f"source {source}: no such file, or no {', '.join(known)} file in {root}; give files, folders or '{STDLIB}'"
+            )
+        files.update(dict.fromkeys(found))
+    return list(files)
+
+
+def format_of(path: str) -> str:
+    return _FORMATS.get(_ending(path), TEXT)
+
+
+def is_compressed(path: str) -> bool:
+    return path.endswith(COMPRESSED)
+
+
+def size_of(path: str) -> int:
+    """Bytes as stored."""
+    return _blobfile().stat(path).size if _is_remote(path) else os.path.getsize(path)
+
+
+def open_bytes(path: str) -> IO[bytes]:
+    """The file for reading, decompressed; seekable if it is not compressed.
+
+    Raises:
+        ConfigError: a package for it is missing.
+        OSError: it cannot be opened.
+    """
+    file: IO[bytes] = _blobfile().BlobFile(path, "rb", streaming=True) if _is_remote(path) else open(path, "rb")
+    suffix = PurePosixPath(path).suffix
+    if suffix == ".gz":
+        return gzip.GzipFile(fileobj=file)
+    if suffix == ".bz2":
+        return bz2.BZ2File(file)
+    if suffix == ".xz":
+        return lzma.LZMAFile(file)
+    if suffix == ".zst":
+        return need("zstandard", path).ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=True)
+    return file
+
+
+def need(package: str, what: str) -> Any:
+    """Import an optional package.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        root = package.partition(".")[0]
+        raise ConfigError(f"{what} needs the package {root}, which is not installed; pip install {root}") from error
+
+
+def _ending(path: str) -> str:
+    suffixes = PurePosixPath(path).suffixes
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def _blobfile() -> Any:
+    return need("blobfile", "a path with ://")
+
+
+def _is_file(path: str) -> bool:
+    return not _blobfile().isdir(path) and _blobfile().exists(path) if _is_remote(path) else Path(path).is_file()
+
+
+def _walk(root: str, left_out: frozenset[str]) -> Iterator[str]:
+    walk = _blobfile().walk if _is_remote(root) else os.walk
+    for folder, folders, names in walk(root):
+        folders[:] = [name for name in folders if name not in left_out]
+        yield from (f"{folder.rstrip('/')}/{name}" for name in names if not name.startswith("."))

@@ -1,0 +1,55 @@
+"""`titan-train`, and what torchrun starts on every rank: config -> checks -> trainer -> fit -> close."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from titan_like.config import Config, load_config_or_exit
+from titan_like.config.errors import ConfigError, TitanError
+from titan_like.launch import check_environment, check_run, check_settings
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one rank. Exit code 0: finished; 1: failed while running; 2: could not be run as asked."""
+    config = load_config_or_exit(sys.argv[1:] if argv is None else argv)
+    try:
+        if config.comm.mode == "fake":
+            _run_fake(config)
+            return
+        problems = check_run(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        if problems:
+            raise ConfigError(*problems)
+        from titan_like.trainer import Trainer  # torch is imported for a run that can be run only
+
+        trainer = Trainer(config)
+        trainer.fit()
+        trainer.close()
+    except TitanError as error:
+        _leave(error.exit_code, "".join(f"error: {line}\n" for line in str(error).splitlines()))
+    except BaseException:
+        _leave(1, traceback.format_exc())
+
+
+def _run_fake(config: Config) -> None:
+    world_size, problems = check_environment(os.environ)
+    problems += check_settings(config, world_size)
+    if problems:
+        raise ConfigError(*problems)
+    from titan_like.fake import run_fake
+
+    run_fake(config, world_size)
+
+
+def _leave(code: int, message: str) -> None:
+    """Say why and go at once: waiting for the other ranks, as a clean exit does, could wait for ever."""
+    rank = os.environ.get("RANK")
+    prefix = f"[rank {rank}] " if rank is not None else ""
+    sys.stdout.flush()
+    sys.stderr.write("".join(f"{prefix}{line}\n" for line in message.splitlines()))
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

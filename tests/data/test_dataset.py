@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from titan_like.config.errors import ConfigError
-from titan_like.data.dataset import TokenDataset, check_data
+from titan_like.data.dataset import TokenDataset, check_data, expand
 from titan_like.data.indexed import IndexedWriter
 from titan_like.data.loader import BatchSource
 from titan_like.data.manifest import Manifest, file_sha256
@@ -85,6 +85,8 @@ def test_r036_a_tiny_set_repeats_or_is_refused(tmp_path):
     assert [data[k].tolist() for k in range(4)] == [list(range(17))] * 4
     with pytest.raises(ConfigError, match="20 tokens, fewer than the 65"):
         TokenDataset([prefix], seq_len=64, seed=0)
+    repeated = TokenDataset([prefix], seq_len=64, seed=0, repeat=True)  # 4 passes fill one sample
+    assert len(repeated) == 1 and repeated[2].tolist() == [*range(20)] * 3 + [*range(5)]
     with pytest.raises(ConfigError, match="0 tokens"):
         TokenDataset([shard(tmp_path / "none", [])], seq_len=64, seed=0)
 
@@ -98,7 +100,68 @@ def test_fingerprint_is_of_the_content(tmp_path):
     other = shard(tmp_path / "b", [[1, 3]], documents=1)
     assert fingerprint(a) == fingerprint(same) != fingerprint(other)
     assert fingerprint(a, other) != fingerprint(other, a)
-    assert fingerprint(shard(tmp_path / "d", [[1, 2]])) != fingerprint(shard(tmp_path / "e", [[1, 2, 3]]))
+    d, e, f = (shard(tmp_path / name, ids) for name, ids in {"d": [[1, 2]], "e": [[1], [2]], "f": [[1, 2, 3]]}.items())
+    assert len({fingerprint(d), fingerprint(e), fingerprint(f)}) == 3
+
+
+def test_folders_and_patterns_stand_for_their_shards(tmp_path):
+    folder = tmp_path / "set[1]"  # a name that a pattern would read otherwise
+    folder.mkdir()
+    for n in (2, 0, 1):
+        shard(folder / f"train_0000{n}", [[n] * 5])
+    shard(folder / "validation", [[9] * 5])
+    entry = f"{folder}/train_*"
+    assert expand(entry) == [f"{folder}/train_0000{n}" for n in range(3)]
+    assert expand(folder) == [*expand(entry), f"{folder}/validation"]
+    data = TokenDataset([entry], seq_len=14, seed=0, shuffle=False)
+    assert data.prefixes == expand(entry) and data[0].tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    assert data.epochs(3) == {entry: 3.0}
+    (tmp_path / "none").mkdir()
+    for missing, sentence in (
+        (tmp_path / "none", r"folder .*none has no \.idx"),
+        (f"{folder}/test*", r"nothing matches .*test\*"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            TokenDataset([missing], seq_len=4, seed=0)
+    assert len(check_data([f"{folder}/test*", str(tmp_path / "absent")], 4, 300, None)) == 2
+    shard(tmp_path / "none", [[1, 2]])  # a shard beside a folder of its name: the shard is meant
+    assert expand(tmp_path / "none") == [str(tmp_path / "none")]
+
+
+def test_r041_no_token_is_lost_but_an_epochs_last(tmp_path):
+    documents = [[1] * 4, [2] * 2, [3] * 3, [4], list(range(100, 150))]  # 60 tokens: 19 samples of S=3, 2 left over
+    data = TokenDataset([shard(tmp_path / "a", documents)], seq_len=3, seed=5)
+    inputs = sorted(token for k in range(len(data)) for token in data[k][:-1].tolist())
+    everything = sorted(token for document in documents for token in document)
+    lost = list(everything)
+    for token in inputs:
+        lost.remove(token)  # fails for a token that is read twice
+    assert len(lost) == 3  # the last label, which is no input, and what is reported as left over
+    assert data.summary == "5 documents, 60 tokens, 19 samples per epoch (2 tokens left over)"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_r064_all_fields_of_unaligned_documents_survive_a_resume(tmp_path, workers):
+    prefix = shard(tmp_path / "a", [[10 * d + t for t in range(5)] for d in range(40)])
+
+    def source(consumed, num_workers):
+        made = BatchSource(
+            TokenDataset([prefix], seq_len=16, seed=1, documents=True),
+            local_batch_size=1, global_batch_size=2, dp_rank=0, dp_size=1, num_workers=num_workers,
+            reset_attention_mask=True, reset_position_ids=True,
+        )  # fmt: skip
+        made.load_state_dict({"consumed_samples": consumed})
+        return made
+
+    def fields(step):
+        return [[t.tolist() for t in (b.tokens, b.labels, b.positions, b.starts)] for b in step]
+
+    straight = source(0, 0)
+    expected = [fields(straight.next_step()) for _ in range(8)]
+    for stop in range(1, 7) if not workers else (3,):
+        part = source(2 * stop, workers)
+        assert [fields(part.next_step()) for _ in range(2)] == expected[stop : stop + 2]
+        part.close()
 
 
 def test_data_without_fault_have_no_problems(tmp_path):
@@ -126,6 +189,8 @@ def test_check_names_tokenizer_vocabulary_and_length(tmp_path):
     assert "3 tokens" in length and "9 of one sample" in length
     assert "another tokenizer" in tokenizer and "other.model" in tokenizer
     assert "300 ids" in vocabulary and "256" in vocabulary
+    (short,) = check_data([prefix], 8, 300, None, validation=[prefix], repeat=True)  # validation reads once
+    assert "3 tokens" in short and check_data([prefix], 8, 300, None, repeat=True) == []
     (missing,) = check_data([prefix], 2, 300, tmp_path / "absent.model")
     assert "absent.model" in missing
 

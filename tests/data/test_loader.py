@@ -51,6 +51,73 @@ def test_fields_of_a_batch():
     assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
 
 
+class Documents:
+    """[1,2,0] and [5,6,0] in a row of S=6, and the first token of the document after them."""
+
+    seq_len = 6
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, k):
+        return np.array([[1, 2, 0, 5, 6, 0, 7], [0, 0, 0, 3, 3, 3, 6]])
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("eod", [False, True])
+def test_r012_r013_masks_are_chosen_apart(mask, positions, eod):
+    made = BatchSource(
+        Documents(), local_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1,
+        reset_attention_mask=mask, reset_position_ids=positions, eod_mask_loss=eod,
+    )  # fmt: skip
+    (batch,) = made.next_step()
+    # the label after each document's last token (0) is ignored, also at the end of the row; the 0 itself is predicted
+    assert batch.labels.tolist() == [[2, 0, -100, 6, 0, -100] if mask or eod else [2, 0, 5, 6, 0, 7]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2] if positions else [0, 1, 2, 3, 4, 5]]
+    assert (batch.starts is not None) == mask and (not mask or batch.starts.tolist() == [[0, 0, 0, 3, 3, 3]])
+    (evaluated,) = evaluation_batches(Documents(), 1, 1, 0, 1, mask, positions, eod)
+    assert evaluated.labels.tolist() == batch.labels.tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_r110_the_end_of_the_data_is_the_same_step_on_all_ranks(workers):
+    # 11 samples, 4 per step: 2 steps, 3 samples unused
+    def parts(consumed=0):
+        made = [
+            BatchSource(
+                Numbered(samples=11), local_batch_size=1, global_batch_size=4, dp_rank=rank, dp_size=2, stop=True,
+                num_workers=workers,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        for part in made:
+            part.load_state_dict({"consumed_samples": consumed})
+        return made
+
+    both = parts()
+    for left in (2, 1):
+        assert [part.steps_left for part in both] == [left, left]
+        for part in both:
+            part.next_step()
+    for part in both:
+        assert part.steps_left == 0 and part.samples - part.consumed == 3
+        with pytest.raises(StopIteration, match="8 of 11"):
+            part.next_step()
+        part.close()
+    assert [part.steps_left for part in parts(4)] == [1, 1]
+    assert source().steps_left is None  # repeats
+    with pytest.raises(ConfigError, match=r"11 samples, fewer than the 12 of one step.*on_exhausted"):
+        BatchSource(Numbered(samples=11), local_batch_size=1, global_batch_size=12, dp_rank=0, dp_size=1, stop=True)
+
+
+def test_the_ids_of_a_step_are_those_that_were_read():
+    made = source(rank=1, ranks=2, local=2, total=8)
+    for _ in range(2):
+        batches = made.next_step()
+        assert made.last_ids.tolist() == ids(batches)
+
+
 def test_global_order_over_ranks_and_accumulation():
     # step s = 1 has the samples 8..15; micro-batch m of rank r begins at 8 + (m*2 + r)*2
     sources = [source(rank=r, ranks=2, local=2, total=8) for r in range(2)]

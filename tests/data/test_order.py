@@ -25,7 +25,7 @@ def walk(lengths: list[int], order: list[int], seq_len: int) -> list[list[tuple[
 
 def test_golden_sample_index():
     lengths, order = np.array([5, 3, 7, 1]), [2, 0, 3, 1]
-    places, offsets = locate(np.cumsum(lengths[order]), np.array([0, 4, 8, 12]))
+    places, offsets = locate(np.append(0, np.cumsum(lengths[order])), np.array([0, 4, 8, 12]))
     assert np.stack([places, offsets], axis=1).tolist() == [[0, 0], [0, 4], [1, 1], [2, 0]]
 
 

@@ -1,5 +1,9 @@
+import base64
+import importlib.util
 import io
+import json
 import random
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -93,3 +97,86 @@ def test_a_truncated_model(tokenizer, tmp_path):
     (tmp_path / "x.model").write_bytes(whole[:-7])
     with pytest.raises(ConfigError, match=r"x\.model .*damaged"):
         Tokenizer(tmp_path / "x.model")
+
+
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+TEXTS = ["", "Hello world", "  def f(x):\n\treturn x\n", "naïve Ω 漢字 \N{GRINNING FACE}", "<|end|></s><s>[INST] <unk>"]
+
+
+def package_file(package, *parts):
+    found = importlib.util.find_spec(package)  # the package itself is heavy and is not imported
+    path = Path(found.submodule_search_locations[0], *parts) if found else Path("absent")
+    return path if path.exists() else pytest.skip(f"{package} is not installed")
+
+
+def test_a_small_tokenizer_json(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.BPE())
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(vocab_size=280, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    made.train_from_iterator([CODE], trainer)
+    made.post_processor = library.processors.TemplateProcessing("<|end|> $A", None, [("<|end|>", 0)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = Tokenizer(tmp_path / "tokenizer.json")
+    assert (found.vocab_size, found.eos_id, found.id_of("<|end|>"), found.package) == (280, -1, 0, "tokenizers")
+    assert [found.decode(ids) for ids in found.encode_batch(TEXTS)] == TEXTS
+    assert found.encode_batch(TEXTS) == [found.encode(text) for text in TEXTS]
+    assert 0 not in found.encode("<|end|>")  # neither added nor read out of the text
+    assert found.decode([0, *found.encode("def")]) == "def"
+    with pytest.raises(ConfigError, match="lone surrogate"):
+        found.encode_batch(["x", "a\ud800"])
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"broken\.json is no Hugging Face"):
+        Tokenizer(tmp_path / "broken.json")
+
+
+def test_a_small_tiktoken_file(tmp_path):
+    pytest.importorskip("tiktoken")
+    path = tmp_path / "x.tiktoken"
+    tokens = [bytes([i]) for i in range(256)] + [b"he", b"hello"[:3]]
+    path.write_bytes(b"".join(base64.b64encode(token) + f" {i}\n".encode() for i, token in enumerate(tokens)))
+    with pytest.raises(ConfigError, match=r"cannot read .*x\.tiktoken\.json: .*pattern"):
+        Tokenizer(path)
+    beside = tmp_path / "x.tiktoken.json"
+    beside.write_text(json.dumps({"pattern": PATTERN, "special_tokens": {"<|end|>": 258}}))
+    found = Tokenizer(path)
+    assert (found.vocab_size, found.id_of("<|end|>"), found.files) == (259, 258, [str(path), str(beside)])
+    assert found.encode("hello") == [257, ord("l"), ord("o")]
+    assert [found.decode(ids) for ids in found.encode_batch(TEXTS)] == TEXTS
+    assert 258 not in found.encode("<|end|>") and found.decode([258, 256]) == "he"
+    with pytest.raises(ConfigError, match="lone surrogate"):
+        found.encode_batch(["x", "a\ud800"])
+    path.write_bytes(b"no ranks\n")
+    with pytest.raises(ConfigError, match=r"x\.tiktoken\.json is damaged"):
+        Tokenizer(path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"])
+def test_mistral(name):
+    found = Tokenizer(package_file("mistral_common", "data", name))
+    assert (found.vocab_size, found.bos_id, found.eos_id) == (32768 if name.endswith("v3") else 32000, 1, 2)
+    for text in TEXTS[1:]:
+        assert found.decode(found.encode(text)) == text
+        assert not {0, 1, 2} & set(found.encode(text))
+
+
+def test_deepseek_has_more_ids_than_16_bits(tmp_path):
+    pytest.importorskip("tokenizers")
+    found = Tokenizer(package_file("litellm", "litellm_core_utils", "tokenizers", "deepseek_tokenizer.json"))
+    assert found.vocab_size > 65536
+    assert [found.decode(ids) for ids in found.encode_batch(TEXTS)] == TEXTS
+    eos = found.id_of("<\uff5cend\u2581of\u2581sentence\uff5c>")
+    assert eos not in found.encode("<\uff5cend\u2581of\u2581sentence\uff5c>")
+
+
+def test_qwen(tmp_path):
+    pytest.importorskip("tiktoken")
+    path = tmp_path / "qwen.tiktoken"
+    path.write_bytes(package_file("dashscope", "resources", "qwen.tiktoken").read_bytes())
+    settings = {"pattern": PATTERN, "special_tokens": {"<|endoftext|>": 151643}}
+    (tmp_path / "qwen.tiktoken.json").write_text(json.dumps(settings))
+    found = Tokenizer(path)
+    assert found.vocab_size == 151644 and found.id_of("<|endoftext|>") == 151643
+    assert [found.decode(ids) for ids in found.encode_batch(TEXTS)] == TEXTS

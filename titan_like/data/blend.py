@@ -1,7 +1,7 @@
 """Which of several sets each sample of a run comes from: Megatron's blend, without end.
 
-Source of the rule: NVIDIA/Megatron-LM, megatron/core/datasets/helpers.cpp, build_blending_indices. Sample k comes from the
-set that is furthest behind its share, weight * k; of equals, the first. There is no randomness in it.
+Source of the rule: NVIDIA/Megatron-LM, megatron/core/datasets/helpers.cpp, build_blending_indices. Sample k comes from
+the set that is furthest behind its share, weight * k; of equals, the first. There is no randomness in it.
 """
 
 from bisect import bisect_left
@@ -41,13 +41,13 @@ class BlendOrder:
     def first_beyond(self, sizes: Sequence[int]) -> int:
         """The smallest k whose sample is number `sizes[d]` or later of its set d: where the first set has run out."""
         limits = np.array(sizes)
-        blocks = range(int((limits / self.weights).min()) // BLOCK + 2)
+        blocks = range(int(((limits + 2) / self.weights).min()) // BLOCK + 1)  # by then a quota is above its limit
         block = bisect_left(blocks, True, key=lambda b: bool((self._quota((b + 1) * BLOCK) > limits).any()))
         self._enter(block * BLOCK)
         return block * BLOCK + int(np.argmax(self._numbers >= limits[self._sets]))
 
     def _quota(self, k: int) -> np.ndarray:
-        """(sets,) int64 that add up to k and never fall with growing k: Webster's apportionment, nearest to weight * k."""
+        """(sets,) int64 that add up to k and never fall with growing k: Webster's apportionment of k samples."""
         counts = np.floor(self.weights * k + 0.5).astype(np.int64)
         while (missing := k - int(counts.sum())) != 0:
             if missing > 0:
@@ -62,7 +62,9 @@ class BlendOrder:
         block, at = divmod(k, BLOCK)
         if block != self._block:
             before = self._quota(block * BLOCK)
-            self._sets = np.array(self._choose(block * BLOCK, before.tolist(), self._quota((block + 1) * BLOCK).tolist()))
+            self._sets = np.array(
+                self._choose(block * BLOCK, before.tolist(), self._quota((block + 1) * BLOCK).tolist())
+            )
             self._numbers = np.empty(BLOCK, np.int64)
             for chosen, count in enumerate(before):
                 places = np.flatnonzero(self._sets == chosen)

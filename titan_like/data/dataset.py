@@ -54,16 +54,16 @@ class TokenDataset:
     def __getitem__(self, k: int) -> np.ndarray:
         """Sample k >= 0 of the run, in any epoch: (S+1,) int64 tokens; with `documents` (2, S+1): tokens, and the index
         in the sample of the first token of each token's document."""
-        sample = np.empty(self.seq_len + 1, dtype=np.int64)
-        starts = np.empty_like(sample)
+        sample = np.empty((1 + self._documents, self.seq_len + 1), dtype=np.int64)
         filled = 0
         for document, start, stop in self._order.pieces(k):
             shard = bisect_right(self._first_document, document) - 1
-            tokens = self._shards[shard].read(document - self._first_document[shard], start, stop)
-            sample[filled : filled + len(tokens)] = tokens
-            starts[filled : filled + len(tokens)] = filled
-            filled += len(tokens)
-        return np.stack([sample, starts]) if self._documents else sample
+            place = slice(filled, filled + stop - start)
+            sample[0, place] = self._shards[shard].read(document - self._first_document[shard], start, stop)
+            if self._documents:
+                sample[1, place] = filled
+            filled += stop - start
+        return sample if self._documents else sample[0]
 
     @property
     def num_tokens(self) -> int:
@@ -83,11 +83,11 @@ class TokenDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal identity of the data: their hashes from the manifests, else their sizes; never their paths."""
+        """Hexadecimal identity of the data: hashes from the manifests, else the lengths of the documents; no paths."""
         parts = [
             f"{manifest.bin_sha256} {manifest.idx_sha256}"
             if manifest
-            else f"{shard.dtype} {shard.num_sequences} {shard.num_tokens}"
+            else f"{shard.dtype} {hashlib.sha256(shard.lengths.tobytes()).hexdigest()}"
             for shard, manifest in zip(self._shards, self.manifests, strict=True)
         ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -139,7 +139,10 @@ class BlendedDataset:
     @property
     def fingerprint(self) -> str:
         """As TokenDataset; the weights are part of it."""
-        parts = [f"{part.fingerprint} {share!r}" for part, share in zip(self.parts, self._order.weights.tolist(), strict=True)]
+        parts = [
+            f"{part.fingerprint} {share!r}"
+            for part, share in zip(self.parts, self._order.weights.tolist(), strict=True)
+        ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -173,15 +176,19 @@ def check_data(
         repeat: training data may be shorter than one sample.
     """
     try:
-        prefixes, _, manifests = _open_shards([*entries, *validation])
+        prefixes, shards, manifests = _open_shards([*entries, *validation])
     except ConfigError as error:
         return error.problems
     problems = []
-    groups = [([entry], repeat) for entry in entries] if blended else [([*entries], repeat)]
-    for group, may_be_short in [*groups, *([([*validation], False)] if validation else [])]:
-        tokens = sum(shard.num_tokens for shard in _open_shards(group)[1])
-        if tokens < (1 if may_be_short else seq_len + 1):
-            problems.append(f"{', '.join(map(str, group))}: {too_few_tokens(tokens, seq_len)}")
+    tokens = {
+        str(entry): sum(shards[prefixes.index(p)].num_tokens for p in expand(entry))
+        for entry in [*entries, *validation]
+    }
+    sets = [([entry], repeat) for entry in entries] if blended else [([*entries], repeat)]
+    for members, may_be_short in [*sets, *([([*validation], False)] if validation else [])]:
+        total = sum(tokens[str(entry)] for entry in members)
+        if total < (1 if may_be_short else seq_len + 1):
+            problems.append(f"{', '.join(map(str, members))}: {too_few_tokens(total, seq_len)}")
     try:
         tokenizer_sha256 = file_sha256(tokenizer_path) if tokenizer_path else None
     except OSError as error:

@@ -6,9 +6,10 @@ int32 lengths, int64 byte offsets and the int64 document boundaries, all little-
 """
 
 import os
+import shutil
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,6 +64,15 @@ class IndexedDataset:
         first = int(self.pointers[i]) // self.dtype.itemsize
         return self._tokens[first + start : first + stop]
 
+    def blocks(self, tokens: int = 1 << 20) -> Iterator[tuple[int, np.ndarray]]:
+        """(index of the first token, tokens) of consecutive parts of the whole file."""
+        return ((first, self._tokens[first : first + tokens]) for first in range(0, self.num_tokens, tokens))
+
+    def document_of(self, token: int) -> int:
+        """The document that the token with this index in the file belongs to."""
+        sequence = np.searchsorted(np.cumsum(self.lengths, dtype=np.int64), token, side="right")
+        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+
     def __reduce__(self) -> tuple[Any, ...]:
         return IndexedDataset, (self.prefix,)  # a worker process maps the files anew instead of receiving their content
 
@@ -103,7 +113,8 @@ class IndexedDataset:
                 f"{path} has {actual} bytes but {self.prefix}.idx implies {expected}: "
                 "one of them is damaged or truncated; copy or prepare the data again"
             )
-        self._tokens = np.memmap(path, self.dtype, mode="r") if expected else np.empty(0, self.dtype)
+        # as a plain array: slices of a memmap object cost three times as much
+        self._tokens = np.asarray(np.memmap(path, self.dtype, mode="r")) if expected else np.empty(0, self.dtype)
 
 
 class IndexedWriter:
@@ -127,11 +138,22 @@ class IndexedWriter:
         Raises:
             ConfigError: an id does not fit the dtype (nothing is ever wrapped around).
         """
-        tokens = np.asarray(ids)
-        if tokens.ndim != 1 or not len(tokens):
+        self.add_parts([ids])
+
+    def add_parts(self, parts: Sequence[Sequence[int] | np.ndarray]) -> None:
+        """Append one document that comes in parts; errors as for `add_document`."""
+        arrays = [np.asarray(part) for part in parts if len(part)]
+        if not arrays or any(array.ndim != 1 for array in arrays):
             raise ValueError(
                 f"document {len(self._lengths)} of {self.prefix}: expected a flat list of at least one token"
             )
+        for tokens in arrays:
+            self._check(tokens)
+        for tokens in arrays:
+            self._file.write(tokens.astype(self.dtype, casting="unsafe").tobytes())
+        self._lengths.append(sum(map(len, arrays)))
+
+    def _check(self, tokens: np.ndarray) -> None:
         limits = np.iinfo(self.dtype)
         for token in (int(tokens.min()), int(tokens.max())):
             if not limits.min <= token <= limits.max:
@@ -139,8 +161,6 @@ class IndexedWriter:
                     f"document {len(self._lengths)} of {self.prefix} has the token id {token}, which {self.dtype} "
                     f"({limits.min} to {limits.max}) cannot hold; choose a wider dtype"
                 )
-        self._file.write(tokens.astype(self.dtype, casting="unsafe").tobytes())
-        self._lengths.append(len(tokens))
 
     def __enter__(self) -> "IndexedWriter":
         self._file = open(_temporary(self._bin), "wb")
@@ -159,15 +179,50 @@ class IndexedWriter:
 
     def _commit(self) -> None:
         _sync(self._file)
-        with open(_temporary(self._idx), "wb") as index:
-            lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
-            index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(lengths) + 1))
-            index.write(lengths.astype("<i4").tobytes())
-            index.write(_byte_offsets(lengths, self.dtype).astype("<i8").tobytes())
-            index.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
-            _sync(index)
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
+        _write_index(_temporary(self._idx), self.dtype, lengths, np.arange(len(lengths) + 1, dtype=np.int64))
         os.replace(_temporary(self._bin), self._bin)
         os.replace(_temporary(self._idx), self._idx)
+
+
+def merge_indexed(datasets: Sequence[IndexedDataset], prefix: str | Path) -> None:
+    """Write the documents of all datasets in their order as one .idx/.bin pair.
+
+    Raises:
+        ConfigError: their dtypes differ.
+    """
+    dtypes = {dataset.dtype for dataset in datasets}
+    if len(dtypes) != 1:
+        found = ", ".join(f"{dataset.prefix}: {dataset.dtype}" for dataset in datasets)
+        raise ConfigError(f"shards of different dtypes cannot be merged ({found}); prepare them with one output.dtype")
+    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    documents = [np.zeros(1, np.int64)]
+    first = 0
+    for dataset in datasets:
+        documents.append(dataset.document_indices[1:] + first)
+        first += dataset.num_sequences
+    try:
+        with open(_temporary(bin_path), "wb") as out:
+            for dataset in datasets:
+                with open(f"{dataset.prefix}.bin", "rb") as part:
+                    shutil.copyfileobj(part, out, 1 << 20)
+            _sync(out)
+        lengths = np.concatenate([dataset.lengths for dataset in datasets])
+        _write_index(_temporary(idx_path), dtypes.pop(), lengths, np.concatenate(documents))
+        os.replace(_temporary(bin_path), bin_path)
+        os.replace(_temporary(idx_path), idx_path)
+    finally:
+        for path in (bin_path, idx_path):
+            _temporary(path).unlink(missing_ok=True)
+
+
+def _write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> None:
+    with open(path, "wb") as index:
+        index.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(documents)))
+        index.write(lengths.astype("<i4").tobytes())
+        index.write(_byte_offsets(lengths, dtype).astype("<i8").tobytes())
+        index.write(documents.astype("<i8").tobytes())
+        _sync(index)
 
 
 def _byte_offsets(lengths: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -1,5 +1,9 @@
 """Batches for the training step, carried by torchdata's StatefulDataLoader; the only module of `data` with torch.
 
+What a row becomes: S+1 tokens give S inputs and the S labels after them, shifted once, here. Labels that must not count
+are IGNORED_LABEL, by position and never by the value of a token. Whether labels across documents count, what a token
+sees and where its position counts from are chosen apart; only a reset attention mask takes the labels with it.
+
 One global order, one integer of state. Optimizer step s of a run takes the samples [s*G, (s+1)*G) of the dataset, with
 G = `global_batch_size`; of these, micro-batch m of data-parallel rank r holds the samples
 s*G + (m*dp_size + r)*local_batch_size + i. A position is the number of samples consumed by all ranks together, so a run
@@ -43,22 +47,26 @@ class Batch:
     tokens: Tensor  # (B, S)
     labels: Tensor  # (B, S), labels[:, i] is the token after tokens[:, i]; IGNORED_LABEL never counts
     positions: Tensor  # (B, S), for rotary embeddings
-    starts: Tensor | None = None  # (B, S), index in the row of the first token of each token's document; None: row = document
+    starts: Tensor | None = (
+        None  # (B, S), index in the row of the first token of each token's document; None: row = document
+    )
 
 
 class BatchSource:
-    """This rank's micro-batches, one optimizer step at a time, for ever (a new order for each epoch).
+    """This rank's micro-batches, one optimizer step at a time, for ever (a new order for each epoch) or for one epoch.
 
     Args:
         dataset: numbered samples; each worker process gets its own copy.
         local_batch_size: sequences per micro-batch of one data-parallel rank.
         global_batch_size: sequences per optimizer step over all ranks.
-        reset_attention_mask, reset_position_ids: keep documents apart (needs a dataset that says where they start):
-            `starts` is set and no label crosses into another document; positions count from there.
+        reset_attention_mask, reset_position_ids, eod_mask_loss: keep documents apart (needs a dataset that says where
+            they start): `starts` is set and no label crosses into another document; positions count from there; no
+            label crosses, whatever the mask.
+        stop: end with the last whole step of one epoch.
         num_workers: processes that read ahead; 0 reads in this process.
         device: where the batches go; None leaves them on the CPU.
     Raises:
-        ConfigError: global_batch_size is no multiple of local_batch_size * dp_size.
+        ConfigError: global_batch_size is no multiple of local_batch_size * dp_size, or with `stop` more than the data.
     """
 
     def __init__(
@@ -71,6 +79,8 @@ class BatchSource:
         dp_size: int,
         reset_attention_mask: bool = False,
         reset_position_ids: bool = False,
+        eod_mask_loss: bool = False,
+        stop: bool = False,
         num_workers: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
@@ -80,30 +90,60 @@ class BatchSource:
                 f"({local_batch_size}) x data-parallel ranks ({dp_size}); "
                 f"choose a multiple of {local_batch_size * dp_size}"
             )
+        self.samples = len(dataset) if stop else None
+        if self.samples is not None and self.samples < global_batch_size:
+            raise ConfigError(
+                f"the data have {self.samples} samples, fewer than the {global_batch_size} of one step "
+                "(training.global_batch_size); add data, lower it, or set data.on_exhausted to repeat"
+            )
         self.dataset = dataset
         self.local_batch_size = local_batch_size
         self.global_batch_size = global_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.resets = reset_attention_mask, reset_position_ids
+        self.resets = reset_attention_mask, reset_position_ids, eod_mask_loss
         self.num_workers = num_workers
         self.device = torch.device("cpu" if device is None else device)
+        self.last_ids = torch.empty(0, dtype=torch.int64)  # of the last step: (accumulation, local_batch_size)
         self._consumed = 0
-        self._rows: Iterator[Tensor] | None = None
+        self._rows: Iterator[tuple[Tensor, Tensor]] | None = None
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step."""
         return self.global_batch_size // (self.local_batch_size * self.dp_size)
 
+    @property
+    def consumed(self) -> int:
+        """Samples that `next_step` has handed out on all ranks."""
+        return self._consumed
+
+    @property
+    def samples_left(self) -> int | None:
+        """Samples until the data are exhausted, the same on every rank; None: no end."""
+        return None if self.samples is None else max(self.samples - self._consumed, 0)
+
+    @property
+    def steps_left(self) -> int | None:
+        """Whole steps among them."""
+        return None if self.samples_left is None else self.samples_left // self.global_batch_size
+
     def next_step(self) -> list[Batch]:
-        """This rank's micro-batches of the next optimizer step; an error raised in a worker is raised here."""
+        """This rank's micro-batches of the next optimizer step; an error raised in a worker is raised here.
+
+        Raises:
+            StopIteration: no step is left.
+        """
+        if self.samples is not None and self._consumed + self.global_batch_size > self.samples:
+            raise StopIteration(f"{self._consumed} of {self.samples} samples are read: none are left for a whole step")
         if self._rows is None:
             self._rows = iter(self._open_loader())
         try:
-            step = [_to_batch(next(self._rows), self.device, *self.resets) for _ in range(self.accumulation)]
+            read = [next(self._rows) for _ in range(self.accumulation)]
+            step = [_to_batch(rows, self.device, *self.resets) for _, rows in read]
         except BaseException:
             self.close()  # a second try starts at the same step, not in the middle of it
             raise
+        self.last_ids = torch.stack([ids for ids, _ in read])
         self._consumed += self.global_batch_size
         return step
 
@@ -128,15 +168,25 @@ class BatchSource:
             # torchdata 0.11 still calls it; torch 2.13 deprecates it without replacement.
             warnings.filterwarnings("ignore", message=".*set_vital.*")
             return StatefulDataLoader(
-                self.dataset,
+                _Reader(self.dataset),
                 batch_sampler=_MicroBatchIds(
                     self._consumed, self.local_batch_size, self.global_batch_size, self.dp_rank, self.dp_size
                 ),
-                collate_fn=_stack,
+                collate_fn=_as_it_is,
                 num_workers=self.num_workers,
                 pin_memory=self.device.type == "cuda",
                 generator=torch.Generator(),  # else opening the loader would draw from torch's global generator
             )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """What a loader process does: all rows of a micro-batch at once, with their numbers."""
+
+    dataset: SampleSource
+
+    def __getitems__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(np.array(ids)), _stack([self.dataset[k] for k in ids])
 
 
 @dataclass(frozen=True)
@@ -164,6 +214,7 @@ def evaluation_batches(
     dp_size: int,
     reset_attention_mask: bool = False,
     reset_position_ids: bool = False,
+    eod_mask_loss: bool = False,
     device: torch.device | str | None = None,
 ) -> Iterator[Batch]:
     """Samples [0, num_samples) of the first epoch in order, as equally many batches on every rank.
@@ -177,7 +228,7 @@ def evaluation_batches(
         begin = first + dp_rank * local_batch_size
         ids = range(begin, begin + local_batch_size)
         rows = _stack([dataset[k] if k < available else filler for k in ids])
-        batch = _to_batch(rows, target, reset_attention_mask, reset_position_ids)
+        batch = _to_batch(rows, target, reset_attention_mask, reset_position_ids, eod_mask_loss)
         batch.labels[max(0, available - begin) :] = IGNORED_LABEL
         yield batch
 
@@ -186,15 +237,25 @@ def _stack(rows: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
-def _to_batch(rows: Tensor, device: torch.device, reset_attention_mask: bool, reset_position_ids: bool) -> Batch:
+def _as_it_is(read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return read
+
+
+def _to_batch(
+    rows: Tensor, device: torch.device, reset_attention_mask: bool, reset_position_ids: bool, eod_mask_loss: bool
+) -> Batch:
     """rows: (B, S+1) tokens, or (B, 2, S+1) tokens and document starts."""
     rows = rows.to(device, non_blocking=True)
-    tokens, starts = (rows[:, 0], rows[:, 1]) if rows.ndim == 3 else (rows, torch.zeros_like(rows))
+    tokens = rows if rows.ndim == 2 else rows[:, 0]
     labels = tokens[:, 1:].contiguous()
-    if reset_attention_mask:
-        labels.masked_fill_(starts[:, 1:] != starts[:, :-1], IGNORED_LABEL)
-    tokens, starts = tokens[:, :-1].contiguous(), starts[:, :-1].contiguous()
-    positions = torch.arange(tokens.shape[1], device=device).repeat(tokens.shape[0], 1)
-    if reset_position_ids:
-        positions -= starts
-    return Batch(tokens, labels, positions, starts if reset_attention_mask else None)
+    positions = torch.arange(labels.shape[1], device=device).repeat(labels.shape[0], 1)
+    starts = None
+    if reset_attention_mask or reset_position_ids or eod_mask_loss:
+        if rows.ndim == 2:
+            raise ValueError("to keep documents apart, a dataset must say where they start: rows (B, 2, S+1)")
+        next_starts, starts = rows[:, 1, 1:], rows[:, 1, :-1].contiguous()
+        if reset_attention_mask or eod_mask_loss:
+            labels.masked_fill_(next_starts != starts, IGNORED_LABEL)
+        if reset_position_ids:
+            positions -= starts
+    return Batch(tokens[:, :-1].contiguous(), labels, positions, starts if reset_attention_mask else None)

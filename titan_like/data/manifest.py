@@ -1,6 +1,8 @@
 """The manifest beside a shard, `{prefix}.manifest.json`: what the Megatron format itself cannot say."""
 
 import hashlib
+import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -18,9 +20,15 @@ class Manifest(BaseModel):
     tokenizer: str  # file, relative to the folder of the manifest
     tokenizer_sha256: str
     vocab_size: int
-    eod_id: int  # appended to every document
+    eod_id: int  # -1: none; so for the other two
+    bos_id: int = -1
+    pad_id: int = -1
+    append_eod: bool = True  # every document ends with EOD
+    add_bos: bool = False  # every document begins with BOS
     documents: int
-    tokens: int  # with one EOD per document
+    tokens: int  # with EOD and BOS
+    shard: int = 0  # this is number `shard` of `shards`
+    shards: int = 1
     dtype: str
     source: str
     unigram_entropy_nats: float  # of this shard's tokens: the loss of a model that only counts them
@@ -51,7 +59,11 @@ class Manifest(BaseModel):
             raise ConfigError(f"bad manifest {path}: {where}: {first['msg']}; prepare the data again") from error
 
     def save(self, prefix: str | Path) -> None:
-        manifest_path(prefix).write_text(self.model_dump_json(indent=2) + "\n")
+        """Write it, all or nothing."""
+        path = manifest_path(prefix)
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_text(self.model_dump_json(indent=2) + "\n")
+        os.replace(temporary, path)
 
     def tokenizer_path(self, prefix: str | Path) -> Path:
         """The tokenizer file of the shard with this prefix."""
@@ -72,6 +84,27 @@ class Manifest(BaseModel):
             elif hashes and file_sha256(path) != digest:
                 found.append(f"{path} is not the file its manifest describes (sha256 differs); prepare the data again")
         return found
+
+
+def expand_prefix(prefix: str | Path) -> list[str]:
+    """The shards that a prefix names: itself, or `{prefix}_00000`, `{prefix}_00001`, ... in order.
+
+    Raises:
+        ConfigError: a shard of the series is missing.
+    """
+    if Path(f"{prefix}.idx").exists():
+        return [str(prefix)]
+    name = re.compile(re.escape(Path(prefix).name) + r"_\d{5}\.idx")
+    found = sorted(str(path)[:-4] for path in Path(prefix).parent.glob("*.idx") if name.fullmatch(path.name))
+    if not found:
+        return [str(prefix)]  # opening it says what is missing
+    manifest = Manifest.load(found[0])
+    expected = [f"{prefix}_{i:05d}" for i in range(manifest.shards if manifest else len(found))]
+    if missing := sorted(set(expected) - set(found)):
+        raise ConfigError(
+            f"{missing[0]}.idx is missing, one of {len(expected)} shards of {prefix}; copy it or prepare again"
+        )
+    return found
 
 
 def manifest_path(prefix: str | Path) -> Path:

@@ -5,6 +5,8 @@ index, shuffle index). One epoch concatenates all documents in shuffled order; s
 token j*S on, so neighbours share one token; the samples are then shuffled. The partial last sample is dropped.
 """
 
+from itertools import pairwise
+
 import numpy as np
 
 from titan_like.config.errors import ConfigError
@@ -51,15 +53,16 @@ class SampleOrder:
         if epoch != self._epoch:
             self._build(epoch)
         start = int(self._samples[nth]) * self.seq_len
-        (first, last), (begin, end) = locate(self._ends, np.array([start, start + self.seq_len]))
-        pieces: list[Piece] = []
-        for at in range(int(first), int(last) + 1):
-            document = int(self._documents[at])
-            lo = int(begin) if at == first else 0
-            hi = int(end) + 1 if at == last else int(self.lengths[document])
-            if hi > lo:
-                pieces.append((document, lo, hi))
-        return pieces
+        stop = start + self.seq_len + 1
+        places, _ = locate(self._begins, np.array([start, stop - 1]))
+        first, last = places.tolist()
+        documents = self._documents[first : last + 1].tolist()
+        begins = self._begins[first : last + 2].tolist()
+        return [
+            (document, max(start - begin, 0), min(stop, end) - begin)
+            for document, (begin, end) in zip(documents, pairwise(begins), strict=True)
+            if end > begin
+        ]
 
     def _build(self, epoch: int) -> None:
         self._documents = np.tile(np.arange(len(self.lengths), dtype=np.int32), self._passes)
@@ -68,18 +71,18 @@ class SampleOrder:
             rng = np.random.RandomState((self.seed + epoch) % 2**32)
             rng.shuffle(self._documents)
             rng.shuffle(self._samples)
-        self._ends = np.cumsum(self.lengths[self._documents], dtype=np.int64)
+        self._begins = np.zeros(len(self._documents) + 1, dtype=np.int64)
+        np.cumsum(self.lengths[self._documents], out=self._begins[1:])
         self._epoch = epoch
 
 
 def locate(
-    ends: np.ndarray,  # (documents,) int64, inclusive cumulative lengths in reading order
+    begins: np.ndarray,  # (documents + 1,) int64: where each document begins in reading order, and the end of the last
     tokens: np.ndarray,  # (n,) int64, positions in the concatenated documents
 ) -> tuple[np.ndarray, np.ndarray]:
     """(place in reading order, offset in that document) of each token: the rows of Megatron's sample index."""
-    places = np.searchsorted(ends, tokens, side="right")
-    starts = np.where(places > 0, ends[places - 1], 0)
-    return places, tokens - starts
+    places = begins.searchsorted(tokens, side="right") - 1
+    return places, tokens - begins[places]
 
 
 def too_few_tokens(tokens: int, seq_len: int) -> str:

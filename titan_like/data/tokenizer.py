@@ -172,7 +172,9 @@ class _HuggingFace:
         try:
             self._tokenizer = library.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"the tokenizer {path} is no Hugging Face tokenizer.json or is damaged: {error}") from error
+            raise ConfigError(
+                f"the tokenizer {path} is no Hugging Face tokenizer.json or is damaged: {error}"
+            ) from error
         self._tokenizer.encode_special_tokens = True  # "</s>" in a text is text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -202,7 +204,9 @@ class _Tiktoken:
             settings = json.loads(Path(beside).read_text(encoding="utf-8"))
             ranks = _tiktoken_ranks(content)
             special = {str(token): int(i) for token, i in settings["special_tokens"].items()}
-            self._encoding: Any = library.Encoding(path, pat_str=settings["pattern"], mergeable_ranks=ranks, special_tokens=special)
+            self._encoding: Any = library.Encoding(
+                path, pat_str=settings["pattern"], mergeable_ranks=ranks, special_tokens=special
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot read {beside}: {error.strerror}; a .tiktoken file holds no pattern: write there "

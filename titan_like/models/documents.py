@@ -40,7 +40,7 @@ def attend_within_documents(
     v: Tensor,  # (B, N, S, H)
     bounds: Tensor,  # (documents + 1,) int32
 ) -> Tensor:  # (B, N, S, H)
-    """Block-diagonal causal attention. A GPU has kernels for 16-bit numbers only; others go through a dense mask there."""
+    """Block-diagonal causal attention. GPUs have kernels for 16-bit numbers only; others take a dense mask there."""
     if q.device.type == "cpu":
         return torch.ops.titan_like.document_attention(q, k, v, bounds)[0]
     if q.dtype in (torch.bfloat16, torch.float16):

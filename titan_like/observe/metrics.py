@@ -27,7 +27,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, *, start_step: int, enable_tensorboard: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        kept = _lines_up_to(path, start_step)
+        kept = lines_up_to(path, start_step)
         path.write_text("".join(kept))
         self._file = path.open("a")
         self._board = None
@@ -53,7 +53,7 @@ class MetricsWriter:
             self._board.close()
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
+def lines_up_to(path: Path, step: int) -> list[str]:
     """Complete lines of steps <= step; a line that a kill has cut is dropped."""
     kept = []
     for line in path.read_text().splitlines() if path.is_file() else []:

@@ -1,6 +1,7 @@
-"""The settings of a preparation: TOML and command line to one frozen, checked model; imports neither torch nor datatrove.
+"""The settings of a preparation: TOML and command line to one frozen, checked model, without torch and datatrove.
 
-Types are strict, unknown keys and refused values are reported together. Relative paths are relative to the current directory.
+Types are strict, unknown keys and refused values are reported together. Relative paths are relative to the current
+directory.
 """
 
 import os
@@ -50,10 +51,10 @@ class Input(Section):
     text_suffixes: Texts = Field((".txt", ".md", ".py"), description="endings of text files in folders")
     bad_input: Literal["error", "skip", "replace"] = Field(
         "error",
-        description="invalid UTF-8, lone surrogates, lines that are not JSON, damaged files: stop with file and line, or "
-        "skip and count; replace: put U+FFFD for what is no UTF-8, skip the rest",
+        description="invalid UTF-8, lone surrogates, lines that are not JSON, damaged files: stop with file and line, "
+        "or skip and count; replace: put U+FFFD for what is no UTF-8, skip the rest",
     )
-    empty: Literal["skip", "error"] = Field("skip", description="documents without text, null or missing: skip and count")
+    empty: Literal["skip", "error"] = Field("skip", description="documents without text, null, missing: skip, count")
 
 
 class Clean(Section):
@@ -72,7 +73,9 @@ class Dedup(Section):
     near: bool = Field(False, description="drop documents similar to an earlier one (MinHash); needs exact")
     ngram: Positive = Field(5, description="words per shingle; texts with fewer are only compared exactly")
     buckets: Positive = Field(14, description="LSH bands; one equal band makes a pair")
-    hashes_per_bucket: Positive = Field(8, description="rows per band; pairs above (1/buckets)^(1/rows) are likely found")
+    hashes_per_bucket: Positive = Field(
+        8, description="rows per band; pairs above (1/buckets)^(1/rows) are likely found"
+    )
 
 
 class Decontaminate(Section):
@@ -88,8 +91,12 @@ class Tokenizer(Section):
     path: str = Field("", description="SentencePiece .model, tokenizer.json or .tiktoken; empty: train one on the text")
     vocab_size: Positive = Field(DEFAULT_VOCAB_SIZE, description="pieces of a trained tokenizer")
     eod: int | str = Field("auto", description="id or token after each document; auto: the tokenizer's EOS")
-    bos: int | str = Field("auto", description="id or token before each document if output.bos; auto: the tokenizer's own")
-    pad: int | str = Field("auto", description="id or token of padding, recorded only; auto: the tokenizer's own, or none")
+    bos: int | str = Field(
+        "auto", description="id or token before each document if output.bos; auto: the tokenizer's own"
+    )
+    pad: int | str = Field(
+        "auto", description="id or token of padding, recorded only; auto: the tokenizer's own, or none"
+    )
 
 
 class Output(Section):
@@ -168,7 +175,7 @@ def load_prepare_config(arguments: Sequence[str]) -> PrepareConfig:
 
 def help_text() -> str:
     """Every key with its default and its documentation."""
-    lines = ["--config FILE.toml, then --section.key VALUE to override it. Lists: a,b or '[\"a\", \"b\"]'."]
+    lines = ['--config FILE.toml, then --section.key VALUE to override it. Lists: a,b or \'["a", "b"]\'.']
     for name, model in SECTIONS.items():
         lines.append(f"\n[{name}] {model.__doc__}")
         for key, info in model.model_fields.items():
@@ -209,6 +216,8 @@ def _read_toml(path: str, tree: dict[str, dict[str, Any]], problems: list[str]) 
 
 def _parse(text: str, annotation: Any) -> Any:
     """What `text` stands for: TOML where it is TOML of another type than text, else itself; a,b is a list."""
+    if annotation is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
     try:
         value = tomli.loads(f"value = {text}")["value"]
     except (ValueError, KeyError):
@@ -242,8 +251,6 @@ def _conflicts(config: PrepareConfig) -> Iterator[str]:
         if key in given and config.executor.kind != "slurm":
             yield f"executor.{key} is for Slurm, but executor.kind is {config.executor.kind}; remove one"
     if config.executor.kind == "local" and {"cpus_per_task", "memory_gb_per_cpu"} & given:
-        yield "executor.cpus_per_task and memory_gb_per_cpu are for slurm and ray, but executor.kind is local; remove them"
+        yield "executor.cpus_per_task and memory_gb_per_cpu are for slurm and ray, not for local; remove them"
     if config.executor.kind == "slurm" and not config.executor.slurm_partition:
         yield "executor.slurm_partition is empty; name the partition that executor.kind slurm submits to"
-
-

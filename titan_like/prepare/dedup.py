@@ -1,7 +1,7 @@
 """Duplicates: exact ones by our own two steps, similar ones by datatrove's MinHash.
 
-datatrove's exact deduplication keeps an arbitrary copy among files and holds Python tuples; its MinHash clustering keeps
-the root of a union by size. Here the first copy stays, whatever the number of tasks.
+datatrove's exact deduplication keeps an arbitrary copy among files and holds Python tuples; its MinHash clustering
+keeps the root of a union by size. Here the first copy stays, whatever the number of tasks.
 """
 
 import hashlib
@@ -81,8 +81,8 @@ def minhash_config(settings: Dedup) -> Any:
 
 
 class KeepFirst:
-    """One task, between datatrove's MinhashDedupBuckets and MinhashDedupFilter: of each group of similar documents all but
-    the first go to {output}/{rank:06d}.remove. Memory: about 300 bytes per similar document."""
+    """One task, between datatrove's MinhashDedupBuckets and MinhashDedupFilter: of each group of similar documents all
+    but the first go to {output}/{rank:06d}.remove. Memory: about 300 bytes per similar document."""
 
     def __init__(self, pairs: Path, output: Path) -> None:
         self.pairs, self.output = pairs, output

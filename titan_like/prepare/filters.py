@@ -18,7 +18,9 @@ from titan_like.prepare.report import Ledger
 from titan_like.prepare.storage import find_files
 
 # A word, or one character of a script that is written without spaces, or one mark.
-_WORD = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W\u0e00-\u0eff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+|[^\w\s]")
+_WORD = re.compile(
+    r"[\u0e00-\u0eff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W\u0e00-\u0eff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+|[^\w\s]"
+)
 _SENTENCE = re.compile(r"[^.!?\n]+[.!?\n]*")
 
 
@@ -93,7 +95,7 @@ class Decontaminate:
         settings = self.config.input
         files = find_files(self.config.decontaminate.paths, settings.text_suffixes)
         tasks = plan_tasks(files, settings, 1 << 62)
-        reader = Reader(tasks, settings, self.config.clean, Ledger("/nonexistent"))
+        reader = Reader(tasks, settings, self.config.clean, Ledger(None))
         known = {gram: text.id for text in reader() for gram in self._grams(text.text)}
         if not known:
             raise ConfigError(

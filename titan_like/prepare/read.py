@@ -1,7 +1,7 @@
 """From input files to clean documents: the plan of the work, and the step that reads a part of it.
 
-Source of the step's shape: datatrove runs any callable (documents, rank, world_size) -> documents as a pipeline step.
-Its own readers drop what they cannot read with a log line; here each case is counted, or stops the run with file and line.
+datatrove runs any callable (documents, rank, world_size) -> documents as a pipeline step. Its own readers drop what
+they cannot read with a log line; here each case is counted, or stops the run with file and line.
 """
 
 import json
@@ -97,7 +97,14 @@ class Reader:
         except (EOFError, OSError) as error:  # a truncated .gz raises EOFError, a damaged one OSError
             self._refuse(BadInput("damaged file", unit.path, f"{error} (after {where})", 0))
         except Exception as error:
-            if type(error).__module__.partition(".")[0] not in ("zlib", "_lzma", "zstandard", "zstd", "pyarrow", "blobfile"):
+            if type(error).__module__.partition(".")[0] not in (
+                "zlib",
+                "_lzma",
+                "zstandard",
+                "zstd",
+                "pyarrow",
+                "blobfile",
+            ):
                 raise
             self._refuse(BadInput("damaged file", unit.path, f"{error} (after {where})", 0))
 
@@ -168,7 +175,7 @@ class Reader:
         if text is None or not text.strip(" \t\r\n\0" + BOM) or text.isspace():
             reason = "no text" if text is None else "empty"
             if self.settings.empty == "error":
-                raise ConfigError(f"{self._place(where)}: {reason}; give it a text or set input.empty = \"skip\"")
+                raise ConfigError(f'{self._place(where)}: {reason}; give it a text or set input.empty = "skip"')
             self.ledger.drop(reason, where, text or "")
             return None
         original, text = text, text.removeprefix(BOM)
@@ -190,7 +197,7 @@ class Reader:
         """Count it, or stop."""
         if self.settings.bad_input == "error":
             raise ConfigError(
-                f"{self._place(bad.where)}: {bad.reason}: {bad.excerpt}; correct it or set input.bad_input = \"skip\""
+                f'{self._place(bad.where)}: {bad.reason}: {bad.excerpt}; correct it or set input.bad_input = "skip"'
             ) from None
         self.ledger.drop(bad.reason, bad.where, bad.excerpt, bad.size)
 

@@ -14,10 +14,13 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class Ledger:
-    """Counts of one task; `enter` and `leave` are pipeline steps, and it is saved when the last document has left."""
+    """Counts of one task; `enter` and `leave` are pipeline steps, and it is saved when the last document has left.
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    Without a folder it only counts.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
         self.counts: dict[str, Any] = {"documents_in": 0, "bytes_in": 0, "documents_out": 0, "bytes_out": 0}
         self.sides: dict[str, dict[str, int]] = {}
         self.dropped: dict[str, dict[str, Any]] = {}
@@ -28,7 +31,9 @@ class Ledger:
         """One document of `size` bytes was read."""
         self.counts["documents_in"] += 1
         self.counts["bytes_in"] += size
-        if time.monotonic() - self._beat > HEARTBEAT_SECONDS:  # for the progress line of another process
+        if (
+            self.folder and time.monotonic() - self._beat > HEARTBEAT_SECONDS
+        ):  # for the progress line of another process
             self._beat = time.monotonic()
             write_atomically(self.folder / f"{rank:05d}.progress", json.dumps(self.counts))
 
@@ -53,13 +58,17 @@ class Ledger:
         for document in data:
             size = len(document.text.encode())
             side = self.sides.setdefault(document.metadata.get("side", ""), {"documents": 0, "bytes": 0})
-            for counts, documents, number in ((self.counts, "documents_out", "bytes_out"), (side, "documents", "bytes")):
+            for counts, documents, number in (
+                (self.counts, "documents_out", "bytes_out"),
+                (side, "documents", "bytes"),
+            ):
                 counts[documents] += 1
                 counts[number] += size
             yield document
         self.save(rank)
 
     def save(self, rank: int) -> None:
+        assert self.folder
         content = {**self.counts, "sides": self.sides, "dropped": self.dropped, "repaired": self.repaired}
         write_atomically(self.folder / f"{rank:05d}.json", json.dumps(content, ensure_ascii=False))
 
@@ -77,7 +86,9 @@ class Exclusions:
     def __enter__(self) -> "Exclusions":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         pass  # the ledger is saved at the end of its pipeline
 
     def write(self, document: Any, rank: int = 0) -> None:

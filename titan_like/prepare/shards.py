@@ -1,6 +1,7 @@
 """Tokenising texts into shards with manifests, and merging shards."""
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,8 @@ from titan_like.data.tokenizer import Tokenizer
 from titan_like.prepare.config import PrepareConfig
 
 BATCH_CHARACTERS = 1 << 20  # tokenised at once; bounds the memory held as Python lists
-LONGEST_CHARACTERS = 1 << 22  # longer documents are tokenised in parts cut at line ends, which bounds it too
+CHARACTERS_PER_DOCUMENT = 100  # what an empty document counts: Python objects are not free
+LONGEST_CHARACTERS = 1 << 20  # longer documents are tokenised in parts cut at line ends, which bounds it too
 
 
 class Vocabulary:
@@ -34,23 +36,27 @@ class Vocabulary:
         self.pad_id = self._special("pad", settings.pad, self.tokenizer.pad_id)
         self.append_eod, self.add_bos = output.append_eod, output.bos
         for needed, name, found in ((output.append_eod, "eod", self.eod_id), (output.bos, "bos", self.bos_id)):
-            if needed and found is None:
-                raise ConfigError(f"{path} does not say which id is {name.upper()}; set tokenizer.{name} to an id or a token")
+            if needed and found < 0:
+                raise ConfigError(
+                    f"{path} does not say which id is {name.upper()}; set tokenizer.{name} to an id or a token"
+                )
         self.dtype = optimal_dtype(self.tokenizer.vocab_size) if output.dtype == "auto" else np.dtype(output.dtype)
 
-    def encode(self, texts: Iterable[str], threads: int) -> Iterator[np.ndarray]:
-        """Ids of each document, with BOS and EOD as asked for; (tokens,) int64."""
-        for batch in _batches(texts):
-            parts = [list(_parts(text)) for text in batch]
-            flat = iter(self.tokenizer.encode_batch([part for document in parts for part in document], threads))
-            for document in parts:
-                arrays = [np.array(next(flat), np.int64) for _ in document]
-                begin, end = [self.bos_id] if self.add_bos else [], [self.eod_id] if self.append_eod else []
-                yield np.concatenate([np.array(begin, np.int64), *arrays, np.array(end, np.int64)])
+    def encode(self, texts: Iterable[str], threads: int) -> Iterator[list[np.ndarray]]:
+        """Ids of each document in parts of int32, with BOS and EOD as asked for."""
+        begin, end = [self.bos_id] * self.add_bos, [self.eod_id] * self.append_eod
+        arrays = [np.array(begin, np.int32)]
+        for batch in _batches(part for text in texts for part in _parts(text)):
+            encoded = self.tokenizer.encode_batch([part for part, _ in batch], threads)
+            for (_, is_last), ids in zip(batch, encoded, strict=True):
+                arrays.append(np.array(ids, np.int32))
+                if is_last:
+                    yield [*arrays, np.array(end, np.int32)]
+                    arrays = [np.array(begin, np.int32)]
 
-    def _special(self, name: str, asked: int | str, own: int) -> int | None:
+    def _special(self, name: str, asked: int | str, own: int) -> int:
         if asked == "auto":
-            return own if own >= 0 else None
+            return own
         try:
             return self.tokenizer.id_of(asked)
         except ConfigError as error:
@@ -71,7 +77,7 @@ def write_shard(
     Raises:
         ConfigError: an id does not fit the dtype; the document is named.
     """
-    names: list[str] = []
+    names: deque[str] = deque()
 
     def remember(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
         for name, text in pairs:
@@ -79,15 +85,15 @@ def write_shard(
             yield text
 
     with IndexedWriter(prefix, vocabulary.dtype) as writer:
-        for ids in vocabulary.encode(remember(texts), threads):
+        for parts in vocabulary.encode(remember(texts), threads):
             try:
-                if len(ids):  # a text of spaces can have no ids of its own without EOD
-                    writer.add_document(ids)
+                if any(map(len, parts)):  # a text can have no ids of its own without EOD
+                    writer.add_parts(parts)
             except ConfigError as error:
                 raise ConfigError(f"{error} ({names[0]})") from error
-            del names[0]
+            names.popleft()
     tokenizer = vocabulary.tokenizer
-    facts = {
+    facts: dict[str, JsonValue] = {
         "tokenizer": Path(tokenizer.path).name,
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
@@ -100,7 +106,7 @@ def write_shard(
         "shard": place[0],
         "shards": place[1],
         "settings": settings,
-        "versions": {name: version(name) for name in ("numpy", tokenizer.package)} | {"python": python_version()},
+        "versions": {"python": python_version(), **{name: version(name) for name in ("numpy", tokenizer.package)}},
     }
     return describe(prefix, facts)
 
@@ -178,12 +184,12 @@ def entropy_nats(counts: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum()) + 0.0
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(parts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch: list[tuple[str, bool]] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    for part in parts:
+        batch.append(part)
+        size += len(part[0]) + CHARACTERS_PER_DOCUMENT
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -191,12 +197,14 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _parts(text: str) -> Iterator[str]:
+def _parts(text: str) -> Iterator[tuple[str, bool]]:
+    """The text in parts, and whether each is the last; cut at line ends, else at spaces, else anywhere."""
     start = 0
     while len(text) - start > LONGEST_CHARACTERS:
         stop = start + LONGEST_CHARACTERS
-        cut = max(text.rfind("\n", start + 1, stop), text.rfind(" ", start + 1, stop) if "\n" not in text[start:stop] else -1)
+        cut = max(text.rfind("\n", start + 1, stop), start)
+        cut = cut if cut > start else max(text.rfind(" ", start + 1, stop), start)
         stop = cut if cut > start else stop
-        yield text[start:stop]
+        yield text[start:stop], False
         start = stop
-    yield text[start:] if start else text
+    yield text[start:], True

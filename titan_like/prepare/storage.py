@@ -3,12 +3,13 @@
 import bz2
 import gzip
 import importlib
+import io
 import lzma
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from titan_like.config.errors import ConfigError
 from titan_like.prepare.config import STDLIB
@@ -36,7 +37,8 @@ def find_files(sources: Sequence[str], text_suffixes: Sequence[str]) -> list[str
         found = [root] if _is_file(root) else sorted(p for p in _walk(root, left_out) if _ending(p) in known)
         if not found:
             raise ConfigError(
-                f"source {source}: no such file, or no {', '.join(known)} file in {root}; give files, folders or '{STDLIB}'"
+                f"source {source}: no such file, or no {', '.join(known)} file in {root}; "
+                f"give files, folders or '{STDLIB}'"
             )
         files.update(dict.fromkeys(found))
     return list(files)
@@ -62,17 +64,56 @@ def open_bytes(path: str) -> IO[bytes]:
         ConfigError: a package for it is missing.
         OSError: it cannot be opened.
     """
-    file: IO[bytes] = _blobfile().BlobFile(path, "rb", streaming=True) if _is_remote(path) else open(path, "rb")
+    file = _open_stored(path)
     suffix = PurePosixPath(path).suffix
     if suffix == ".gz":
-        return gzip.GzipFile(fileobj=file)
+        return cast(IO[bytes], gzip.GzipFile(fileobj=file))
     if suffix == ".bz2":
         return bz2.BZ2File(file)
     if suffix == ".xz":
         return lzma.LZMAFile(file)
     if suffix == ".zst":
-        return need("zstandard", path).ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=True)
+        return io.BufferedReader(_ZstdFile(file, need("zstandard", path).ZstdDecompressor()), 1 << 17)
     return file
+
+
+def _open_stored(path: str) -> IO[bytes]:
+    if _is_remote(path):
+        return cast(IO[bytes], _blobfile().BlobFile(path, "rb", streaming=True))
+    return open(path, "rb")
+
+
+class _ZstdFile(io.RawIOBase):
+    """zstandard's own reader takes a truncated file for a whole one."""
+
+    def __init__(self, file: IO[bytes], decompressor: Any) -> None:
+        self._file, self._decompressor = file, decompressor
+        self._frame: Any = None
+        self._left = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            if not (block := self._file.read(1 << 17)):
+                if self._frame is not None:
+                    raise EOFError("the compressed file ends in the middle")
+                return 0
+            self._left = self._decompress(block)
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+    def _decompress(self, block: bytes) -> bytes:
+        parts = []
+        while block:
+            self._frame = self._frame or self._decompressor.decompressobj()
+            parts.append(self._frame.decompress(block))
+            block = b""
+            if self._frame.eof:
+                block, self._frame = self._frame.unused_data, None
+        return b"".join(parts)
 
 
 def need(package: str, what: str) -> Any:

@@ -1,7 +1,7 @@
 """The texts between two stages: one file of JSON lines per task, named by its rank, complete or absent.
 
-datatrove's writer leaves no file where a task keeps nothing, and its reader then gives the files of later tasks to earlier
-ranks; here the rank is in the name.
+datatrove's writer leaves no file where a task keeps nothing, and its reader then gives the files of later tasks to
+earlier ranks; here the rank is in the name.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ TRAIN, VALIDATION = "train", "validation"
 
 
 class WriteTexts:
-    """Writes {folder}/{rank}.jsonl, or {folder}/{side}/{rank}.jsonl for documents that have a side, and passes them on."""
+    """Writes {folder}/{rank}.jsonl, or {folder}/{side}/{rank}.jsonl for documents with a side, and passes them on."""
 
     def __init__(self, folder: Path, sides: tuple[str, ...] = ("",)) -> None:
         self.folder, self.sides = folder, sides

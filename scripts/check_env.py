@@ -15,7 +15,7 @@ def requirements(pyproject: str, extras: list[str]) -> list[tuple[str, list[int]
         block = re.search(rf"^{key} = \[(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)
         if block is None:
             raise SystemExit(f"{key} is not a list in pyproject.toml")
-        found += re.findall(r'"([\w.-]+)>=([\d.]+)"', block[1])
+        found += re.findall(r'"([\w.-]+)>=([\d.]+)[^"]*"', block[1])
     return [(name, [int(part) for part in low.split(".")]) for name, low in found]
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from titan_like.checkpoint import manager as checkpoint
-from titan_like.config.errors import ConfigError, TitanError
+from titan_like.checkpoint.find import find_checkpoint
+from titan_like.config.errors import TitanError
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.device import find_device
 from titan_like.models.decoder import Decoder
@@ -48,18 +49,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.tokens < 0 or args.temperature < 0 or args.top_k < 1:
         parser.error("--tokens and --temperature must be at least 0, --top_k at least 1")
     return args
-
-
-def find_checkpoint(path: Path) -> tuple[Path, int]:
-    """(folder, step) of a step-N folder, or of the newest step inside a checkpoint folder."""
-    if path.parent.is_dir() and path.name.startswith("step-"):
-        named = [step for step in checkpoint.list_steps(path.parent) if path.name == f"step-{step}"]
-        if named:
-            return path.parent, named[0]
-    steps = checkpoint.list_steps(path)
-    if not steps:
-        raise ConfigError(f"{path} holds no complete checkpoint; name a checkpoint folder or one of its step-N folders")
-    return path, steps[-1]
 
 
 def load_model(folder: Path, step: int, config: ModelConfig) -> Decoder:

@@ -73,9 +73,14 @@ def shrink(config: Config) -> tuple[Config, int]:
         "vocab_size": 64 + shape.vocab_size % tp,  # as divisible by tp as the model's
     }
     seq_len = 8 * 2 * cp * tp
-    accumulates = config.training.global_batch_size not in (-1, config.training.local_batch_size * parallel_readers(config, shard))
+    accumulates = config.training.global_batch_size not in (
+        -1,
+        config.training.local_batch_size * parallel_readers(config, shard),
+    )
     micro_batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    local = min(micro_batches, 4 * parallelism.pipeline_parallel_degree) if parallelism.pipeline_parallel_degree > 1 else 2
+    local = (
+        min(micro_batches, 4 * parallelism.pipeline_parallel_degree) if parallelism.pipeline_parallel_degree > 1 else 2
+    )
     if parallelism.pipeline_parallel_schedule.endswith(".csv"):
         local = micro_batches
     global_batch_size = local * parallel_readers(config, shard) * (2 if accumulates else 1)

@@ -1,7 +1,7 @@
 # For bash scripts:  REPO=<this repository>; . "$REPO/scripts/setup_env.sh"; setup_env [EXTRA ...]
 # Sets PYTHON to an interpreter with titan_like's dependencies and those extras: the PYTHON that is set, else python3 or
 # python, if it has them already (containers, clusters, an active environment); else REPO/.venv, made on first use.
-# TORCH_INDEX_URL: one more package index, such as https://download.pytorch.org/whl/cpu.
+# TORCH_INDEX_URL: one more package index, such as the one with builds of torch for machines without a GPU.
 
 say() { printf '%s\n' "$*" >&2; }
 

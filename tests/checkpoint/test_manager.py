@@ -1,6 +1,8 @@
 import json
 import random
-import shutil
+import resource
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_like.checkpoint import manager
+from titan_like.checkpoint import commit, manager, saver
 from titan_like.checkpoint.manager import CheckpointError
+from titan_like.checkpoint.saver import Saver
 from titan_like.config.errors import ConfigError
+from titan_like.config.schema import Checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +63,7 @@ def test_what_is_saved_comes_back_bit_by_bit(tmp_path: Path) -> None:
     found = tensors(other, other_optimizer)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert manager.read_record(tmp_path, 3) == {"format": 1, "step": 3, "note": "x"}
+    assert manager.read_record(tmp_path, 3) == {"step": 3, "note": "x"}
     assert (tmp_path / "step-3" / "config.toml").read_text() == "a = 1\n"
 
 
@@ -74,60 +78,45 @@ def test_created_optimizer_state_is_that_before_the_first_step() -> None:
     assert len(created) == 6 and all(not tensor.any() for tensor in created.values())
 
 
-def test_only_complete_checkpoints_are_listed(tmp_path: Path) -> None:  # R073
-    for step in (12, 5):
-        save(tmp_path, step)
-    shutil.copytree(tmp_path / "step-5", tmp_path / "step-20.tmp")
-    for name in ("step-old", "notes", "step-7", "step-05"):  # step-7 has no record
-        (tmp_path / name).mkdir()
-    shutil.copy(tmp_path / "step-5" / "record.json", tmp_path / "step-05")
-    (tmp_path / "step-9").write_text("a file")
-    assert manager.list_steps(tmp_path) == [5, 12]
-    assert manager.list_steps(tmp_path / "missing") == []
-    assert manager.step_to_resume(tmp_path, "auto") == 12
-    assert manager.step_to_resume(tmp_path, "never") is None
-    assert manager.step_to_resume(tmp_path, 5) == 5
-    assert manager.step_to_resume(tmp_path / "missing", "auto") is None
-
-
-def test_a_step_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:  # R081
+def test_which_step_is_chosen(tmp_path: Path) -> None:  # R081
     for step in (5, 10):
         save(tmp_path, step)
+    (tmp_path / "step-20.tmp").mkdir()
+    assert manager.choose_step(tmp_path, "auto") == 10
+    assert manager.choose_step(tmp_path, "never") is None
+    assert manager.choose_step(tmp_path, 5) == 5
+    assert manager.choose_step(tmp_path / "missing", "auto") is None
     with pytest.raises(ConfigError, match=r"resume is 7, but .* has the steps 5, 10; choose one or use auto"):
-        manager.step_to_resume(tmp_path, 7)
+        manager.choose_step(tmp_path, 7)
     with pytest.raises(ConfigError, match="has the steps none"):
-        manager.step_to_resume(tmp_path / "missing", 7)
+        manager.choose_step(tmp_path / "missing", 7)
 
 
-def test_keep_latest_leaves_all_else_alone(tmp_path: Path) -> None:  # R073
-    for step in (1, 2, 10, 9):
+def test_auto_passes_over_what_is_damaged_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (5, 10, 15):
         save(tmp_path, step)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "step-old").mkdir()
-    (tmp_path / "step-old" / "mine.txt").write_text("keep")
-    manager.keep_latest(tmp_path, 0)
-    assert manager.list_steps(tmp_path) == [1, 2, 9, 10]
-    manager.keep_latest(tmp_path, 2)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes", "step-10", "step-9", "step-old"]
-    assert (tmp_path / "step-old" / "mine.txt").read_text() == "keep"
-    manager.keep_latest(tmp_path / "missing", 2)
-
-
-def test_what_cannot_be_deleted_warns_and_is_no_checkpoint_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # R073
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-
-    def refuse(path: Path) -> None:
-        raise OSError("disk on fire")
-
+    (tmp_path / "step-20").mkdir()
+    (tmp_path / "step-15" / "__0_0.distcp").unlink()
+    shards = tmp_path / "step-10" / "__0_0.distcp"
+    content = bytearray(shards.read_bytes())
+    content[-100] ^= 1  # in the values of a tensor, where DCP itself notices nothing
+    shards.write_bytes(content)
     said: list[str] = []
-    monkeypatch.setattr(manager.logger, "warning", lambda text, *values: said.append(text % values))
-    monkeypatch.setattr(manager.shutil, "rmtree", refuse)
-    manager.keep_latest(tmp_path, 1)
-    assert said == ["the old checkpoint of step 1 could not be deleted: disk on fire"]
-    assert manager.list_steps(tmp_path) == [2]
+    monkeypatch.setattr(manager.logger, "error", lambda text, *values: said.append(text % values))
+    assert manager.choose_step(tmp_path, "auto") == 5
+    assert said == [
+        f"passed over: {tmp_path}/step-20 has no manifest, so it is not a complete checkpoint",
+        f"DAMAGED CHECKPOINT passed over: {tmp_path}/step-15/__0_0.distcp is missing",
+        f"DAMAGED CHECKPOINT passed over: {shards} has other contents than were written",
+    ]
+    assert manager.choose_step(tmp_path, "auto", verify=False) == 10  # by size alone it looks whole
+    with pytest.raises(CheckpointError, match="has other contents than were written"):
+        manager.choose_step(tmp_path, 10)
+    with pytest.raises(CheckpointError, match="has other contents than were written"):
+        manager.load(tmp_path, 10, manager.model_tensors(nn.Linear(3, 2)), rng=False)
+    (tmp_path / "step-5" / "record.json").write_text("")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact \(see above\); restore one, or"):
+        manager.choose_step(tmp_path, "auto")
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
@@ -138,15 +127,14 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "step-5").iterdir()} == before
 
 
-def test_a_failed_write_leaves_no_checkpoint_and_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_nothing_and_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_sync_folder", lambda folder: (_ for _ in ()).throw(OSError(28, "No space left")))
-        with pytest.raises(CheckpointError, match=r"step 5 could not be written .* No space left"):
+        patch.setattr(commit, "sync", lambda folder: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(CheckpointError, match=r"step 5 could not be written .*step-5: .* No space left$"):
             save(tmp_path, 5)
-    assert manager.list_steps(tmp_path) == [] and (tmp_path / "step-5.tmp" / "record.json").is_file()
-    (tmp_path / "step-5.tmp" / "leftover").write_text("of the failed try")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "step-5.tmp").mkdir()
+    (tmp_path / "step-5.tmp" / "leftover").write_text("of a try that was killed")
     save(tmp_path, 5)
     assert manager.list_steps(tmp_path) == [5] and not (tmp_path / "step-5" / "leftover").exists()
     assert not (tmp_path / "step-5.tmp").exists()
@@ -156,21 +144,173 @@ def test_a_failed_write_leaves_no_checkpoint_and_can_be_repeated(
         save(tmp_path / "file" / "checkpoint", 5)
 
 
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:  # R078
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    save(tmp_path, 5)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"step 6 could not be written to {tmp_path}/step-6"):
+            save(tmp_path, 6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-5"]
+    assert commit.find_damage(tmp_path / "step-5", hashes=True) == []
+
+
 def test_what_does_not_fit_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    size = r"Size mismatch between saved torch.Size\(\[2, 3\]\) and current: torch.Size\(\[2, 4\]\) for model.weight"
-    with pytest.raises(CheckpointError, match=f"step-5 could not be loaded: {size}$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-5 could not be loaded: model.weight is \(2, 3\) torch.float32, not \(2, 4\) torch.float32$",
+    ):
         manager.load(tmp_path, 5, manager.model_tensors(nn.Linear(4, 2)), rng=False)
+    with pytest.raises(CheckpointError, match=r"model.bias is \(2,\) torch.float32, not \(2,\) torch.float64$"):
+        manager.load(tmp_path, 5, manager.model_tensors(nn.Linear(3, 2).double()), rng=False)  # DCP would cast
     model, optimizer = trained(steps=1)
     with pytest.raises(
-        CheckpointError, match=r"step-5 could not be loaded: Missing key .* optimizer\.bias\.exp_avg\.$"
+        CheckpointError,
+        match=r"loaded: optimizer.weight.step is not in it; optimizer.weight.exp_avg is not in it; .* and 3 more$",
     ):
         manager.load(tmp_path, 5, tensors(model, optimizer), rng=False)
 
 
-def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
+class Twice(nn.Module):
+    """One name for two parameters, as on the first rank of a V-shaped pipeline with a tied table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [nn.Parameter(torch.full((3,), float(number))) for number in (1, 2)]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        yield from (("table", part) for part in self.parts)
+
+
+def test_both_copies_of_a_tied_table_are_loaded(tmp_path: Path) -> None:
+    saved, model = Twice(), Twice()
+    for twice in (saved, model):
+        twice.optimizer = torch.optim.AdamW(twice.parts, lr=0.1)
+        manager.create_optimizer_state(twice.optimizer)
+    saved.optimizer.state[saved.parts[0]]["exp_avg"].fill_(7)
+    assert list(tensors(saved, saved.optimizer)) == [
+        "model.table", "optimizer.table.step", "optimizer.table.exp_avg", "optimizer.table.exp_avg_sq"
+    ]  # fmt: skip
+    manager.save(tmp_path, 3, tensors(saved, saved.optimizer), {}, "")
+    with torch.no_grad():
+        model.parts[0].zero_()
+    manager.load(tmp_path, 3, tensors(model, model.optimizer), rng=False)
+    assert model.parts[0].tolist() == [1, 1, 1] and model.parts[1].tolist() == [2, 2, 2]
+    manager.copy_tied(model, model.optimizer)
+    assert model.parts[1].tolist() == [1, 1, 1]
+    assert model.optimizer.state[model.parts[1]]["exp_avg"].tolist() == [7, 7, 7]
+
+
+def test_groups_that_hold_nothing_change_nothing(tmp_path: Path) -> None:  # R085
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [], "weight_decay": 0.0}], lr=0.1)
+    manager.create_optimizer_state(optimizer)
+
+    def settings() -> list[dict[str, object]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+    groups = settings()
+    manager.save(tmp_path, 1, tensors(model, optimizer), {}, "")
+    manager.load(tmp_path, 1, tensors(model, optimizer), rng=False)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert settings() == groups
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_save_in_the_background_holds_the_values_of_its_step(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # R070
+    model, optimizer = trained(steps=2)
+    expected = {name: tensor.clone() for name, tensor in tensors(model, optimizer).items()}
+    name = "dcp_save" if mode == "thread" else "_save_in_process"
+    write, begin, written = getattr(saver, name), threading.Event(), []
+
+    def slow(staged: dict[str, torch.Tensor], path: Path, group: manager.Group) -> None:
+        begin.wait(30)
+        written.append(dict(staged))
+        write(staged, path, group)
+
+    monkeypatch.setattr(saver, name, slow)
+    saving = Saver(tmp_path, Checkpoint(async_mode=mode))
+    drawn = torch.get_rng_state()
+    saving.save(2, tensors(model, optimizer), {}, "")
+    for _ in range(3):
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+    assert manager.list_steps(tmp_path) == []
+    begin.set()
+    saving.wait()
+    assert not torch.equal(model.weight, expected["model.weight"]) and written
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    manager.load(tmp_path, 2, found, rng=True)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert torch.equal(torch.get_rng_state(), drawn)  # of the step, not of the time of writing
+
+
+def test_an_error_in_the_background_is_raised_at_the_next_step_or_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # R075
+    values, said = {"model.a": torch.ones(3)}, list[str]()
+    stopping, going_on = (
+        Saver(tmp_path / on, Checkpoint(async_mode="thread", on_error=on)) for on in ("stop", "continue")
+    )
+    for saving in (stopping, going_on):
+        saving.save(1, values, {}, "")
+        saving.wait()
+
+    def fail(*arguments: object) -> None:
+        raise OSError(30, "Read-only file system", "a-file")
+
+    monkeypatch.setattr(saver, "dcp_save", fail)
+    monkeypatch.setattr(saver.logger, "error", lambda text, *values: said.append(text % values))
+    stopping.save(2, values, {}, "")
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*stop/step-2: .*Read-only .*'a-file'"):
+        for _ in range(1000):
+            stopping.check()
+            time.sleep(0.01)
+    stopping.wait()  # told once
+
+    going_on.save(2, values, {}, "")
+    going_on.save(3, values, {}, "")
+    assert len(said) == 1 and "step 2 could not be written" in said[0] and "going on" in said[0]
+    with pytest.raises(CheckpointError, match="step 3 could not be written"):
+        going_on.wait()  # what is waited for must be there
+    monkeypatch.undo()
+    going_on.save(4, values, {}, "")
+    going_on.wait()
+    assert manager.list_steps(tmp_path / "continue") == [1, 4] and manager.list_steps(tmp_path / "stop") == [1]
+
+
+def test_one_save_is_in_flight_at_most_and_old_ones_go_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # R068
+    saving = Saver(tmp_path, Checkpoint(async_mode="thread", keep_latest_k=1, keep_every_n=4))
+    there: list[list[int]] = []
+    write = saver.dcp_save
+
+    def slow(staged: dict[str, torch.Tensor], path: Path, group: manager.Group) -> None:
+        time.sleep(0.1)
+        there.append(manager.list_steps(tmp_path))
+        write(staged, path, group)
+
+    monkeypatch.setattr(saver, "dcp_save", slow)
+    for step in (2, 3, 4, 5, 6):
+        saving.save(step, {"model.a": torch.full((3,), float(step))}, {}, "")
+    saving.wait()
+    assert there == [[], [2], [3], [4], [4, 5]] and manager.list_steps(tmp_path) == [4, 6]
+    found = {"model.a": torch.zeros(3)}
+    manager.load(tmp_path, 6, found, rng=False)
+    assert found["model.a"].tolist() == [6, 6, 6]
+
+
+def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    path = tmp_path / "step-5" / "record.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    with pytest.raises(ConfigError, match="format 2, this version reads 1"):
+    assert json.loads((tmp_path / "step-5" / "record.json").read_text()) == {"step": 5, "note": 5}
+    (tmp_path / "step-5" / "record.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step-5/record.json cannot be read"):
         manager.read_record(tmp_path, 5)

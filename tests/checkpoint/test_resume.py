@@ -149,8 +149,10 @@ def test_the_saved_config_repeats_the_run(folder: Path) -> None:  # R147
     [
         ({"model__overrides__n_layers": 3, "model__overrides__ffn_dim": 48},
          r"step-6 holds another model \(n_layers is 2, not 3; ffn_dim is 32, not 48\); set the model as it was"),
-        ({"data__seed": 1}, r"step-6 was trained on other data \(data.seed changed\)"),
-        ({"training__seq_len": 8}, r"step-6 was trained on other data \(training.seq_len changed\)"),
+        ({"data__seed": 1}, r"step-6 was trained with other settings \(data.seed was 0, is 1\), so this would be another"),
+        ({"training__seq_len": 8}, r"other settings \(training.seq_len was 16, is 8\)"),
+        ({"optimizer__betas": "0.9,0.99", "training__max_norm": 2.0},
+         r"\(training.max_norm was 1.0, is 2.0; optimizer.betas was \[0.9, 0.95\], is \(0.9, 0.99\)\)"),
         ({"checkpoint__resume": 7}, r"checkpoint.resume is 7, but .*/checkpoint has the steps 4, 6; choose one"),
     ],
 )  # fmt: skip
@@ -169,3 +171,72 @@ def test_other_data_under_the_same_name_are_refused(folder: Path) -> None:
     write_corpus(folder / "train", documents=39)
     with pytest.raises(ConfigError, match=r"other data \(data.train changed\)"):
         run(folder / "run", **{**RESUMING, "training__steps": 8})
+
+
+def test_what_changed_is_listed_and_what_does_not_matter_is_free(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(folder / "straight", training__steps=8, training__global_batch_size=2, lr_schedule__decay_steps=0)
+    constant = {"lr_schedule__decay_steps": 0, "training__global_batch_size": 2}
+    run(folder / "run", **SAVING, **constant)
+    capsys.readouterr()
+    free = {"training__steps": 8, "training__local_batch_size": 1, "data__num_workers": 1, "metrics__log_freq": 2}
+    run(folder / "run", **{**RESUMING, **constant, **free})
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since")]
+    assert said == [
+        "changed since step-6: training.steps was 6, is 8",
+        "changed since step-6: training.local_batch_size was 2, is 1",
+        "changed since step-6: data.num_workers was 0, is 1",
+        "changed since step-6: metrics.log_freq was 1, is 2",
+    ]
+    assert losses(folder / "run")[8] == pytest.approx(losses(folder / "straight")[8], rel=1e-6)
+
+
+def test_another_run_can_be_allowed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(folder / "run", **SAVING)
+    more = {**RESUMING, "training__steps": 8, "checkpoint__allow_changes": True}
+    resumed = run(folder / "run", **more, optimizer__lr=0.02)
+    assert "changed since step-6: optimizer.lr was 0.01, is 0.02" in capsys.readouterr().out
+    assert resumed.batches.consumed == 16  # the data go on
+    resumed = run(folder / "run", **{**more, "training__steps": 9}, optimizer__lr=0.02, data__seed=3)
+    assert "other data than before (data.seed changed): they begin at their start" in capsys.readouterr().out
+    assert resumed.batches.consumed == 2 and resumed.step == 9
+
+
+def test_a_damaged_checkpoint_is_passed_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(folder / "straight", training__steps=8, lr_schedule__decay_steps=0)
+    run(folder / "run", **SAVING, lr_schedule__decay_steps=0)
+    damaged = folder / "run" / "checkpoint" / "step-6" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    run(folder / "run", **RESUMING, training__steps=8, lr_schedule__decay_steps=0)
+    said = capsys.readouterr().out
+    assert f"DAMAGED CHECKPOINT passed over: {damaged} has" in said
+    assert f"resumed from {folder}/run/checkpoint/step-5" in said
+    assert (folder / "run" / "previous-1" / "checkpoint" / "step-6").is_dir()  # set aside, not deleted
+    assert exact(folder / "run") == exact(folder / "straight")
+
+
+def test_any_step_can_be_the_one_before_the_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {**SAVING, "checkpoint__interval": 100, "checkpoint__stop_after_seconds": 1}
+    stopped = run(folder / "run", **settings)  # this process is older
+    assert stopped.stopped and stopped.step == 1
+    assert "stopped after step 1 of 6 (checkpoint.stop_after_seconds (1))" in capsys.readouterr().out
+    assert manager.list_steps(folder / "run" / "checkpoint") == [1]
+    finished = run(folder / "run", **{**RESUMING, "checkpoint__interval": 100})
+    assert not finished.stopped and finished.step == 6
+
+
+def test_an_error_while_saving_that_is_gone_on_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(folder / "straight")
+    elsewhere = folder / "elsewhere"
+    trainer = Trainer(config(folder / "run", **SAVING, checkpoint__folder=elsewhere, checkpoint__on_error="continue"))
+    trainer.fit(until=2)
+    elsewhere.rename(folder / "away")
+    elsewhere.write_text("where the folder was")  # as good as not mounted
+    trainer.fit(until=4)
+    elsewhere.unlink()
+    (folder / "away").rename(elsewhere)
+    trainer.fit()
+    trainer.close()
+    assert manager.list_steps(elsewhere) == [1, 2, 5, 6]
+    assert exact(folder / "run") == exact(folder / "straight")

@@ -1,21 +1,22 @@
-"""Checkpoints: DCP shards in one folder per step, written under a temporary name and committed by one rename.
+"""Checkpoints: DCP shards in one folder per step, see commit.py for when a folder is one.
 
     <folder>/step-50/  .metadata, *.distcp   tensors (DCP): "model.<parameter>", "optimizer.<parameter>.<state>"
-                       record.json           step, counters, model shape, what the data were
+                       record.json           step, counters, position in the data, model shape, mesh, versions, command
                        config.toml           the resolved config
                        rng-<rank>.pt         random state of each rank
+                       manifest.json         size and sha256 of all of these
 
-A folder without ".tmp" is complete; nothing else is listed, loaded or counted. None is ever written over.
+Names and values do not depend on the mesh: any composition loads what any other has saved, bit by bit. None is ever
+written over. saver.py saves in the background.
 """
 
 import json
 import logging
-import os
 import random
-import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial as bind
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,15 +25,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_like.config.errors import ConfigError, TitanError
+from titan_like.checkpoint.commit import (
+    CheckpointError,
+    Entry,
+    commit,
+    find_damage,
+    list_steps,
+    measure,
+    step_folder,
+    sync,
+    uncommitted_steps,
+    write_synced,
+)
+from titan_like.config.errors import ConfigError
 
+__all__ = ["CheckpointError", "choose_step", "find_damage", "list_steps", "load", "read_record", "save"]
 logger = logging.getLogger(__name__)
-FORMAT = 1  # of the folder; tick if the layout above changes
 
-
-class CheckpointError(TitanError):
-    """A checkpoint could not be written or read."""
+Group = dist.ProcessGroup | None  # None: the default group
+Writer = Callable[[dict[str, Tensor], Path, Group], Any]
 
 
 class Named(Protocol):
@@ -41,55 +54,37 @@ class Named(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
-def list_steps(folder: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending."""
-    if not folder.is_dir():
-        return []
-    found = (re.fullmatch(r"step-(0|[1-9]\d*)", entry.name) for entry in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match and (folder / match[0] / "record.json").is_file())
-
-
-def step_to_resume(folder: Path, resume: str | int) -> int | None:
-    """The step that `checkpoint.resume` means here, None for a fresh start.
-
-    Raises:
-        ConfigError: a step was asked for that is not there.
-    """
-    steps = list_steps(folder)
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return steps[-1] if steps else None
-    if resume not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"checkpoint.resume is {resume}, but {folder} has the steps {there}; choose one or use auto")
-    return int(resume)
-
-
-def read_record(folder: Path, step: int) -> dict[str, Any]:
-    """What the checkpoint says of itself; see the module docstring."""
-    record = json.loads((folder / f"step-{step}" / "record.json").read_text())
-    if record["format"] != FORMAT:
-        raise ConfigError(
-            f"{folder}/step-{step} has checkpoint format {record['format']}, this version reads {FORMAT}; "
-            "use the version that wrote it"
-        )
-    return record
-
-
 def model_tensors(model: Named) -> dict[str, Tensor]:
-    """Parameters by name, a tied table once."""
-    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    """Parameters by name; a table with two copies here once."""
+    return {f"model.{name}": copies[0].detach() for name, copies in _copies(model).items()}
 
 
 def optimizer_tensors(model: Named, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimizer state keyed by parameter name, so that it does not depend on the order or the mesh."""
     return {
         f"optimizer.{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
+        for name, copies in _copies(model).items()
+        for key, value in optimizer.state.get(copies[0], {}).items()
         if isinstance(value, Tensor)
     }
+
+
+@torch.no_grad()
+def copy_tied(model: Named, optimizer: torch.optim.Optimizer) -> None:
+    """After a load: give the second copy of a tied table what the first got; V-shaped pipelines have both here."""
+    for first, *others in _copies(model).values():
+        for other in others:
+            other.copy_(first)
+            for key, value in optimizer.state.get(first, {}).items():
+                if isinstance(value, Tensor):
+                    optimizer.state[other][key].copy_(value)
+
+
+def _copies(model: Named) -> dict[str, list[nn.Parameter]]:
+    found: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        found.setdefault(name, []).append(parameter)
+    return found
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -111,79 +106,216 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
-def save(folder: Path, step: int, tensors: dict[str, Tensor], record: Mapping[str, Any], config_toml: str) -> None:
-    """Write one checkpoint; collective. It is complete, and found by `list_steps`, when this returns.
+def choose_step(folder: Path, resume: str | int, *, verify: bool = True) -> int | None:
+    """The step that `checkpoint.resume` means here, None for a fresh start; the same on every rank; collective.
+
+    Looks at the files, with `verify` at every byte, each rank at its share. With "auto" a damaged checkpoint is named
+    and passed over.
 
     Raises:
-        CheckpointError: the folder could not be written; earlier checkpoints are untouched.
+        ConfigError: a step was asked for that is not there.
+        CheckpointError: it is damaged, or with "auto" all are.
     """
-    final, partial = folder / f"step-{step}", folder / f"step-{step}.tmp"
-    if final.exists():
-        raise CheckpointError(f"{final} exists and is never written over; choose another job.dump_folder")
-    rank = dist.get_rank()
+    if resume == "never":
+        return None
+    if not verify:
+        logger.warning("checkpoint.verify is off: files are compared by size only")
+    steps, uncommitted = from_rank_0((list_steps(folder), uncommitted_steps(folder)))
+    if resume != "auto":
+        if resume not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise ConfigError(
+                f"checkpoint.resume is {resume}, but {folder} has the steps {there}; choose one or use auto"
+            )
+        require_intact(folder, int(resume), verify=verify)
+        return int(resume)
+    for step in uncommitted:
+        logger.error("passed over: %s has no manifest, so it is not a complete checkpoint", step_folder(folder, step))
+    for step in reversed(steps):
+        try:
+            require_intact(folder, step, verify=verify)
+        except CheckpointError as error:
+            logger.error("DAMAGED CHECKPOINT passed over: %s", error)
+        else:
+            return step
+    if steps or uncommitted:
+        raise CheckpointError(
+            f"no checkpoint in {folder} is intact (see above); restore one, or start anew with checkpoint.resume never"
+        )
+    return None
+
+
+def require_intact(folder: Path, step: int, *, verify: bool = True) -> None:
+    """Collective where there is a process group, each rank reading its share of the files.
+
+    Raises:
+        CheckpointError: a file differs from the manifest; names each.
+    """
+    path = step_folder(folder, step)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    found = find_damage(path, hashes=verify, part=rank, parts=ranks)
+    if dist.is_initialized():
+        gathered: list[Any] = [None] * ranks
+        dist.all_gather_object(gathered, found)
+        found = list(dict.fromkeys(problem for problems in gathered for problem in problems))
+    if found:
+        raise CheckpointError("; ".join(found))
+
+
+def read_record(folder: Path, step: int) -> dict[str, Any]:
+    """What the checkpoint says of itself; see the module docstring.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = step_folder(folder, step) / "record.json"
     try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    record: Mapping[str, Any],
+    config_toml: str,
+    *,
+    rng: dict[str, Any] | None = None,
+    group: Group = None,
+    write: Writer | None = None,
+) -> None:
+    """Write one checkpoint; collective. It is committed when this returns.
+
+    Args:
+        rng: this rank's random state, default: as it is now.
+        group: of all ranks; used by nothing else at the same time. Must be able to move CPU tensors.
+        write: (tensors, folder, group) -> None; default: dcp.save.
+    Raises:
+        CheckpointError: on every rank, with the path and the reason; earlier checkpoints are untouched.
+    """
+    final = step_folder(folder, step)
+    partial = folder / f"{final.name}.tmp"
+    rank = dist.get_rank(group)
+    every_rank = bind(_together, group, f"the checkpoint of step {step} could not be written to {final}")
+    if every_rank(lambda: rank == 0 and final.exists())[0]:
+        raise CheckpointError(f"{final} exists and is never written over; choose another job.dump_folder")
+
+    def prepare() -> None:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        dist.barrier()
-        torch.save(_rng_state(), partial / f"rng-{rank}.pt")
-        dcp.save(tensors, checkpoint_id=partial)
+
+    def write_here() -> dict[str, Entry]:
+        (write or dcp_save)(tensors, partial, group)  # agrees on its errors, so it comes first
+        rng_file = partial / f"rng-{rank}.pt"
+        torch.save(rng or random_state(), rng_file)
+        sync(rng_file)
+        return {path.name: measure(path) for path in [rng_file, *partial.glob(f"__{rank}_*.distcp")]}
+
+    def finish(files: dict[str, Entry]) -> None:
         if rank == 0:
-            (partial / "config.toml").write_text(config_toml)
-            (partial / "record.json").write_text(json.dumps({"format": FORMAT, "step": step, **record}, indent=1))
-            _sync_folder(partial)
-        dist.barrier()
+            write_synced(partial / "config.toml", config_toml)
+            write_synced(partial / "record.json", json.dumps({"step": step, **record}, indent=1))
+            for name in (".metadata", "config.toml", "record.json"):
+                files[name] = measure(partial / name)
+            commit(partial, final, step, files)
+
+    try:
+        every_rank(prepare)
+        files = {name: entry for found in every_rank(write_here) for name, entry in found.items()}
+        every_rank(lambda: finish(files))
+    except CheckpointError:
         if rank == 0:
-            partial.rename(final)
-            _fsync(folder)
-        dist.barrier()
-    except (OSError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {final}: {_reason(error)}"
-        ) from error
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+        raise
 
 
-def load(folder: Path, step: int, tensors: dict[str, Tensor], *, rng: bool) -> None:
-    """Read the values of `tensors` in place, and this rank's random state; collective.
+def dcp_save(tensors: dict[str, Tensor], path: Path, group: Group) -> None:
+    dcp.save(tensors, checkpoint_id=path, process_group=group)
 
+
+def _together(group: Group, message: str, action: Callable[[], Any]) -> list[Any]:
+    """Results of `action` by rank, or an error on every rank if it failed on any: nobody waits for one that gave up."""
+    result: Any = None
+    reason, cause = "", None
+    try:
+        result = action()
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is a BaseException
+        reason, cause = _reason(error), error
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (result, reason), group=group)
+    failed = {rank: reason for rank, (_, reason) in enumerate(gathered) if reason}
+    if failed:
+        rank = min(failed)
+        where = f" (rank {rank})" if len(gathered) > 1 else ""
+        raise CheckpointError(f"{message}: {failed[rank]}{where}") from cause
+    return [result for result, _ in gathered]
+
+
+def load(folder: Path, step: int, tensors: dict[str, Tensor], *, rng: bool, verify: bool = True) -> None:
+    """Read the values of `tensors` in place, and this rank's random state; collective where there is a process group.
+
+    Args:
+        verify: compare the contents of all files with the manifest first.
     Raises:
-        CheckpointError: a tensor is missing, of another shape, or unreadable.
+        CheckpointError: a file is damaged; a tensor is missing, of another shape or dtype, or unreadable.
     """
-    path = folder / f"step-{step}"
+    path = step_folder(folder, step)
+    if verify:
+        require_intact(folder, step)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # generate.py loads without a group
+            _check_fit(path, tensors)
             dcp.load(tensors, checkpoint_id=path)
-    except (OSError, dcp.api.CheckpointException, ValueError) as error:
+    except (OSError, dcp.api.CheckpointException, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} could not be loaded: {_reason(error)}") from error
     if not rng:
         return
     state = path / f"rng-{dist.get_rank()}.pt"
     if state.is_file():
-        _set_rng_state(torch.load(state, weights_only=True))
+        set_random_state(torch.load(state, weights_only=True))
     else:
         logger.warning("%s has no random state for rank %d; it keeps that of its seed", path, dist.get_rank())
 
 
-def keep_latest(folder: Path, count: int) -> None:
-    """Delete all but the newest `count` complete checkpoints (0: keep all). For one rank; a failure only warns."""
-    for step in list_steps(folder)[:-count] if count else []:
-        doomed = folder / f"step-{step}.tmp"  # what is half deleted is not a checkpoint any more
-        try:
-            (folder / f"step-{step}").rename(doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            logger.warning("the old checkpoint of step %d could not be deleted: %s", step, error)
+def _check_fit(path: Path, tensors: dict[str, Tensor]) -> None:
+    """DCP itself stops at the first missing tensor and casts to another dtype without a word."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    problems = []
+    for name, tensor in tensors.items():
+        there = saved.get(name)
+        if not isinstance(there, TensorStorageMetadata):
+            problems.append(f"{name} is not in it")
+        elif (there.size, there.properties.dtype) != (tensor.shape, tensor.dtype):
+            problems.append(
+                f"{name} is {tuple(there.size)} {there.properties.dtype}, not {tuple(tensor.shape)} {tensor.dtype}"
+            )
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError("; ".join(problems[:3]) + more)
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value on every rank; collective where there is a process group."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def _reason(error: BaseException) -> str:
     """The first rank's own error; as a text, DCP's wrapper is a page of traceback per rank."""
     if isinstance(error, dcp.api.CheckpointException) and error.failures:
-        return str(error.failures[min(error.failures)][0])
-    return str(error)
+        error = error.failures[min(error.failures)][0]
+    return f"{error}" or type(error).__name__
 
 
-def _rng_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Of torch (CPU and this process's GPU), Python and NumPy; in types that torch.load reads with weights_only."""
     numpy_state: Any = np.random.get_state()
     name, keys, *rest = numpy_state
     state: dict[str, Any] = {
@@ -196,24 +328,10 @@ def _rng_state() -> dict[str, Any]:
     return state
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _sync_folder(folder: Path) -> None:
-    for entry in folder.iterdir():
-        _fsync(entry)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

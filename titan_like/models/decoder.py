@@ -81,7 +81,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(queries, config.dim, bias=False)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.inner = CausalAttention()
+        self.inner: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:  # x: (B, S, D)
         # -1, not n_heads: under tensor parallelism each rank holds a part of the heads.

@@ -4,7 +4,7 @@
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$REPO/scripts/setup_env.sh"
-setup_env test dev
+setup_env prepare test dev
 
 selection=(-m "not slow")
 if [ "${CI:-}" = true ]; then selection=(); fi

@@ -6,8 +6,10 @@
 #   NPROC     processes on this node (default: one per GPU; 2 without GPUs)
 #   LOG_RANK  local ranks whose output is shown (default: 0; several: 0,1)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   several nodes (default under srun: taken from Slurm)
+#   MAX_RESTARTS  how often a run that failed is started again, from its last checkpoint (default: 0)
 #   PYTHON    the interpreter (default: see scripts/setup_env.sh);  OMP_NUM_THREADS (default: cores / NPROC)
-# Exit code: 0 done, 2 the request cannot be run as it is, other: that of the rank that failed first.
+# TERM, INT (Ctrl-C) and USR1 (Slurm: --signal=USR1@120): finish the step, save, leave with 75; a second one ends at once.
+# Exit code: 0 done, 2 the request cannot be run as it is, 75 stopped and saved, other: of the rank that failed first.
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$REPO/scripts/setup_env.sh"
@@ -36,18 +38,33 @@ set_defaults() {
     export NPROC NNODES NODE_RANK MASTER_ADDR MASTER_PORT
 }
 
-run() {  # in the background, so that a TERM that only this script gets is passed on; Ctrl-C reaches all by itself
+run() {  # in the background, so that a signal that only this script gets is passed on; Ctrl-C reaches all by itself
     local code child interrupted=1
+    trap '' INT  # ignored here: a wait that it interrupts may lose the child's exit code
     (trap - INT; exec "$@") <&0 &
     child=$!
     trap 'interrupted=1; kill -TERM "$child" 2>/dev/null || true' TERM
-    trap 'interrupted=1' INT
+    trap 'interrupted=1; kill -USR1 "$child" 2>/dev/null || true' USR1
     while [ -n "$interrupted" ]; do  # a signal ends the wait, but not yet the child
         code=0 interrupted=
         wait "$child" || code=$?
     done
-    trap - TERM INT
+    trap - TERM USR1 INT
     return "$code"
+}
+
+run_with_restarts() {
+    local code restarts=0
+    TITAN_LIKE_LAUNCH=$(uname -n):$$
+    export TITAN_LIKE_LAUNCH TITAN_LIKE_RESTARTS
+    while :; do
+        TITAN_LIKE_RESTARTS=$restarts code=0
+        run "$@" || code=$?
+        case $code in 0 | 2 | 75 | 130 | 138 | 143) return "$code" ;; esac  # done, refused, stopped, ended by a signal
+        if [ "$restarts" -ge "${MAX_RESTARTS:-0}" ]; then return "$code"; fi
+        restarts=$((restarts + 1))
+        printf 'The run failed (exit code %s): restart %s of %s\n' "$code" "$restarts" "$MAX_RESTARTS" >&2
+    done
 }
 
 is_first_try=1
@@ -70,9 +87,9 @@ fi
 if [ "$mode" = fake ]; then  # one process stands for NPROC x NNODES
     exec "$PYTHON" -m titan_like.train "$@"
 elif [ "$NPROC" = 1 ] && [ "$NNODES" = 1 ]; then
-    run "$PYTHON" -m titan_like.train "$@"  # without torchrun, which takes seconds to start
+    run_with_restarts "$PYTHON" -m titan_like.train "$@"  # without torchrun, which takes seconds to start
 else
-    run "$PYTHON" -m titan_like.torchrun "$@"
+    run_with_restarts "$PYTHON" -m titan_like.torchrun "$@"
 fi
 
 if [ -n "$is_first_try" ] && [ "${NODE_RANK:-0}" = 0 ]; then

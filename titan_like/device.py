@@ -41,10 +41,11 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
-def memory_gib(device: torch.device) -> dict[str, float]:
-    """Peak memory since the last call in GiB: active and reserved on a GPU; the resident set of the process on CPU."""
+def memory_gib(device: torch.device, *, reset: bool = True) -> dict[str, float]:
+    """Peak memory since the last call with `reset`, GiB: active and reserved on a GPU; a process's resident set on CPU."""
     if device.type != "cuda":
         return {"rss": psutil.Process().memory_info().rss / 2**30}
     stats = torch.cuda.memory_stats(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
     return {"active": stats["active_bytes.all.peak"] / 2**30, "reserved": stats["reserved_bytes.all.peak"] / 2**30}

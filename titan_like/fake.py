@@ -1,12 +1,13 @@
 """`[comm] mode = "fake"`: one process builds the program of one rank of a world of any size and runs one step of it.
 
-Collectives return at once and tensors have shapes but no memory, so the values mean nothing; that every stage, shard and
-message fits the next is what this shows. The blocks run uncompiled.
+Collectives return at once and tensors have shapes but no memory, so the values mean nothing; that every stage, shard
+and message fits the next is what this shows. The blocks run uncompiled.
 """
 
 import logging
 import resource
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -53,25 +54,44 @@ def run_step(model: ParallelModel, config: Config) -> int:
 
     The model was wrapped on meta outside of fake mode: sharding a tensor-parallel model inside it fails.
     """
+    # Fused and foreach kernels of DTensors are shape-checked slowly; the plain loop updates the same state.
+    plain = config.optimizer.model_copy(update={"implementation": "for-loop"})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return train(model, config.model_copy(update={"optimizer": plain}), steps=1)
+
+
+def train(model: ParallelModel, config: Config, steps: int, on_start: Callable[[], None] = lambda: None) -> int:
+    """Allocate the weights of a wrapped model and train on zeros; returns the number of micro-batches of a step.
+
+    What a rank of a real run does, but for values: also called by the estimator, on fake and on real tensors.
+
+    Args:
+        on_start: called when the weights are there and the first step begins.
+    """
     training = config.training
     readers = model.mesh.degree("dp_replicate", "dp_shard")
     micro_batches = max(1, training.global_batch_size // (training.local_batch_size * readers))
-    shape = (training.local_batch_size, training.seq_len)
-    # Fused and foreach kernels of DTensors are shape-checked slowly; the plain loop updates the same state.
-    optimizer_config = config.optimizer.model_copy(update={"implementation": "for-loop"})
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for part in model.parts:
-            part.to_empty(device="cpu")
-            part.tie_weights()
-        ids = torch.zeros(shape, dtype=torch.int64)
-        batch = Batch(ids, ids, ids, ids if config.data.reset_attention_mask else None)
-        optimizer = build_optimizer(model.named_parameters(), optimizer_config)
-        compute_gradients(model, [batch] * micro_batches, training.max_norm)
+    for part in model.parts:
+        part.to_empty(device="cpu")
+        part.tie_weights()
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    on_start()
+    for _ in range(steps):
+        batches = [zeros(config) for _ in range(micro_batches)]
+        compute_gradients(model, batches, training.max_norm)
         missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
         if missing:
             raise RuntimeError(f"no gradient for {', '.join(missing)}")
         optimizer.step()
+        optimizer.zero_grad()
     return micro_batches
+
+
+def zeros(config: Config) -> Batch:
+    """A micro-batch in which each row is one document."""
+    shape = (config.training.local_batch_size, config.training.seq_len)
+    tensors = [torch.zeros(shape, dtype=torch.int64) for _ in range(3 + config.data.reset_attention_mask)]
+    return Batch(*tensors)
 
 
 def describe_world(shape: ModelConfig, config: Config, mesh: Mesh) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from titan_like.config import Config, ConfigError, TitanError, load_config_or_exit, world_checks
 from titan_like.data.dataset import check_data
 from titan_like.models.flavors import resolve
-from titan_like.parallel.checks import model_checks
+from titan_like.models.hf_format import check_start, read_hf_config
 from titan_like.prepare import ensure_default
 
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if not problems:
             with redirect_stdout(sys.stderr):
-                ensure_default([*config.data.train, *config.data.validation])
+                ensure_default([*config.data.train_entries, *config.data.validation])
             problems = check_shards(config)
         if problems:
             raise ConfigError(*problems)
@@ -51,10 +51,12 @@ def check_settings(config: Config, world_size: int) -> list[str]:
     problems = world_checks(config, world_size) if world_size > 0 else []
     model = config.model
     try:
-        limit = resolve(model.name, model.flavor, model.overrides).max_seq_len
+        shape = resolve(model.name, model.flavor, model.overrides)
+        limit = shape.max_seq_len
     except ConfigError as error:
         problems += error.problems
     else:
+        problems += check_start(Path(model.hf_path), shape) if model.hf_path else []
         if config.training.seq_len > limit:
             problems.append(
                 f"training.seq_len ({config.training.seq_len}) is longer than the {limit} tokens that {model.name} "
@@ -72,10 +74,20 @@ def check_shards(config: Config) -> list[str]:
     """The part of check_run that opens the data: shards, manifest and tokenizer against the model."""
     try:
         vocab_size = resolve(config.model.name, config.model.flavor, config.model.overrides).vocab_size
+        if config.model.hf_path:  # rows beyond its vocabulary have learnt nothing: no token may need them
+            vocab_size = min(vocab_size, read_hf_config(Path(config.model.hf_path)).vocab_size)
     except ConfigError:
         return []  # check_settings says so
-    prefixes = [*config.data.train, *config.data.validation]
-    return check_data(prefixes, config.training.seq_len, vocab_size, config.model.tokenizer_path or None)
+    data = config.data
+    return check_data(
+        data.train_entries,
+        config.training.seq_len,
+        vocab_size,
+        config.model.tokenizer_path or None,
+        validation=data.validation,
+        blended=data.train_weights is not None,
+        repeat=data.on_exhausted == "repeat",
+    )
 
 
 def check_folder(key: str, folder: str) -> list[str]:
@@ -86,10 +98,7 @@ def check_folder(key: str, folder: str) -> list[str]:
     try:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        return [
-            f'{key} is "{folder}", but nothing can be written to {path} ({error.strerror}); '
-            "choose another folder"
-        ]
+        return [f'{key} is "{folder}", but nothing can be written to {path} ({error.strerror}); choose another folder']
     return []
 
 

@@ -51,4 +51,4 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), operation, group))
+    return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), operation, group))  # type: ignore[arg-type]

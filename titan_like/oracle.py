@@ -2,20 +2,21 @@
 
 Every rank builds the composed model and, beside it, the plain decoder on the whole batch with a loss of its own. Loss,
 grad norm and the gradient of every parameter must agree after one step, and the weights after three more steps of
-clipped SGD (Adam would hide a constant factor). Labels are few and unequal: valid fractions of 5 to 95 % per row, one row
-without any.
+clipped SGD (Adam would hide a constant factor). Labels are few and unequal: valid fractions of 5 to 95 % per row, and
+none in the first micro-batch.
 
-`launch` starts the processes; each of them runs `main`.
 """
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,8 @@ def make_batch(shape: ModelConfig, config: Config, mesh: Mesh, step: int) -> Bat
     labels = tokens[:, 1:].clone()
     keep = torch.rand(rows, 1, generator=generator) * 0.9 + 0.05
     labels[torch.rand(rows, columns, generator=generator) > keep] = IGNORED
-    labels[0] = IGNORED
+    size = config.training.local_batch_size
+    labels[: size if rows > size else 1] = IGNORED  # a whole micro-batch of one rank, where there are several
     index = torch.arange(columns).expand(rows, columns)
     begins = torch.rand(rows, columns, generator=generator) < 0.12
     starts = torch.where(begins, index, 0).cummax(1).values
@@ -224,69 +226,78 @@ def _agree(report: Report, found: set[str], expected: set[str]) -> Report:
     return report
 
 
-def launch(cases: dict[str, Config], processes: int, timeout_seconds: int = 600) -> list[Report]:
-    """Run all cases on one set of gloo processes of this machine; reports in the order of `cases`.
+def launch(
+    cases: Mapping[str, Config],
+    processes: int,
+    tampers: Mapping[str, Tamper] | None = None,
+    timeout_seconds: float = 300,
+) -> list[Report]:
+    """Run each case on gloo processes of this machine; reports in the order of `cases`.
 
-    After a case that raises the processes are started again for the rest: its peers may be stuck in a collective.
+    Every case has processes of its own: torch keeps threads and caches for the process groups of a process, which
+    outlive the groups. They are forked from one that has imported torch, so that a case starts in tenths of a second.
+
+    Args:
+        tampers: faults to inject by case, functions of a module.
+        timeout_seconds: for one case.
     """
-    reports: dict[str, Report] = {}
-    while len(reports) < len(cases):
-        rest = {name: config for name, config in cases.items() if name not in reports}
-        found = _launch_once(rest, processes, timeout_seconds)
-        if not found:
-            name = next(iter(rest))
-            found = {name: Report(name, problem="the processes ended without a report")}
-        reports |= found
-    return [reports[name] for name in cases]
-
-
-def _launch_once(cases: dict[str, Config], processes: int, timeout_seconds: int) -> dict[str, Report]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["titan_like.oracle", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
-        case_file, report_file = Path(folder, "cases.json"), Path(folder, "reports.jsonl")
-        case_file.write_text(json.dumps({name: config.model_dump() for name, config in cases.items()}))
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "inductor")),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
-        }  # fmt: skip
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-            "-m", "titan_like.oracle", str(case_file), str(report_file),
-        ]  # fmt: skip
-        try:
-            result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            return {}
-        found: dict[str, Report] = {}
-        for line in report_file.read_text().splitlines() if report_file.exists() else []:
-            report = Report(**json.loads(line))
-            found.setdefault(report.name, report)
-        if result.returncode and not any(report.problem for report in found.values()):
-            print(result.stderr[-5000:], file=sys.stderr)
-        return found
+        reports = []
+        for number, (name, config) in enumerate(cases.items()):
+            files = Path(folder, str(number))
+            arguments = (name, config, (tampers or {}).get(name), processes, files)
+            ranks = [context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(processes)]
+            _run_all(ranks, timeout_seconds)
+            reports.append(_read_report(name, files))
+    return reports
 
 
-def main(argv: list[str]) -> None:
-    """One rank: run the cases of a JSON file, append a report per case; stops after one that raises."""
-    cases, reports = json.loads(Path(argv[0]).read_text()), Path(argv[1])
+def _run_all(ranks: Sequence[BaseProcess], timeout_seconds: float) -> None:
+    """Start, and wait until all have ended well; end them all when one fails or time is up."""
+    deadline = time.monotonic() + timeout_seconds
+    for rank in ranks:
+        rank.start()
+    while running := [rank for rank in ranks if rank.is_alive()]:
+        wait([rank.sentinel for rank in running], timeout=max(0.0, deadline - time.monotonic()))
+        if any(rank.exitcode for rank in ranks) or time.monotonic() >= deadline:
+            break
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+
+
+def _read_report(name: str, files: Path) -> Report:
+    """The first report that a rank has written; a rank that raises ends the case, so it is the cause."""
+    reports = files.with_suffix(".jsonl")
+    if reports.exists():
+        return Report(**json.loads(reports.read_text().splitlines()[0]))
+    log = files.with_suffix(".log").read_text().strip().splitlines() or ["nothing was said"]
+    return Report(name, problem=f"the processes ended without a report: {log[-1]}")
+
+
+def _run_rank(rank: int, name: str, config: Config, tamper: Tamper | None, processes: int, files: Path) -> None:
+    """One rank of one case; what it says goes to a file."""
+    log = os.open(files.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes)}
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(files.parent / "inductor")
     torch.set_num_threads(1)
-    init_process_group(torch.device("cpu"), TIMEOUT_SECONDS)
-    for name, settings in cases.items():
-        try:
-            report = run_case(name, Config.model_validate(settings))
-        except Exception:
-            print(f"[rank {dist.get_rank()}] {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            _append(reports, Report(name, problem=traceback.format_exc().strip().splitlines()[-1]))
-            os._exit(1)  # the peers may wait in a collective: what came after it would mean nothing
-        torch.compiler.reset()  # every case has blocks of its own
-        if dist.get_rank() == 0:
-            _append(reports, report)
+    store = dist.FileStore(str(files.with_suffix(".store")), processes)
+    try:
+        init_process_group(torch.device("cpu"), TIMEOUT_SECONDS, store)
+        report = run_case(name, config, tamper)
+    except Exception:
+        traceback.print_exc()
+        _append(files, Report(name, problem=traceback.format_exc().strip().splitlines()[-1]))
+        os._exit(1)  # a clean exit could wait for peers that wait for this rank
+    if rank == 0:
+        _append(files, report)
     close_process_group()
 
 
-def _append(path: Path, report: Report) -> None:
-    with path.open("a") as file:
+def _append(files: Path, report: Report) -> None:
+    with files.with_suffix(".jsonl").open("a") as file:
         file.write(json.dumps(asdict(report)) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -16,7 +16,8 @@ from titan_like.optim.clip import clip, local_gradients, sum_of_squares
 from titan_like.parallel.mesh import Mesh
 from titan_like.parallel.model import ParallelModel
 
-Batch = Any  # a dataclass with tokens, labels, positions (B, S) int64, and starts (B, S) int64 or None; see data/loader.py
+# A dataclass with tokens, labels and positions (B, S) int64, and starts (B, S) int64 or None; see data/loader.py.
+Batch = Any
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def training_step(
     model: ParallelModel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], max_norm: float
 ) -> StepResult:
     """One optimizer step on this rank's micro-batches of the global batch."""
-    loss, norm, valid_labels = compute_gradients(model, batches, max_norm).tolist()  # the step's one wait for the device
+    results = compute_gradients(model, batches, max_norm)
+    loss, norm, valid_labels = results.tolist()  # the step's one wait for the device
     applied = valid_labels > 0 and math.isfinite(norm)
     if applied:
         optimizer.step()

@@ -11,7 +11,8 @@ from titan_like.launch import check_environment, check_run, check_settings
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one rank. Exit code 0: finished; 1: failed while running; 2: could not be run as asked."""
+    """Run one rank. Exit code 0: finished; 1: failed while running; 2: could not be run as asked; 75: stopped before
+    its end by a signal or the time limit, with a checkpoint of its last step."""
     config = load_config_or_exit(sys.argv[1:] if argv is None else argv)
     try:
         if config.comm.mode == "fake":
@@ -20,15 +21,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         problems = check_run(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
         if problems:
             raise ConfigError(*problems)
-        from titan_like.trainer import Trainer  # torch is imported for a run that can be run only
+        from titan_like import stop  # torch is imported for a run that can be run only
+        from titan_like.trainer import Trainer
 
         trainer = Trainer(config)
         trainer.fit()
+        if trainer.stopped:
+            stop.ignore_signals()
         trainer.close()
     except TitanError as error:
         _leave(error.exit_code, "".join(f"error: {line}\n" for line in str(error).splitlines()))
     except BaseException:
         _leave(1, traceback.format_exc())
+    if trainer.stopped:
+        raise SystemExit(stop.EXIT_CODE)
 
 
 def _run_fake(config: Config) -> None:

@@ -19,6 +19,7 @@ WRONG = {
 }
 WRONG_BY_KEY = [(key, text) for key in KEYS for text in WRONG[type(FIELDS[tuple(key.split("."))].default)]]
 WRONG_BY_KEY.remove(("checkpoint.resume", "1"))  # a step to resume from
+WRONG_BY_KEY.remove(("activation_checkpoint.selective_ac_option", "1"))  # every layer
 
 
 def toml_of(key: str, text: str) -> str:
@@ -74,7 +75,7 @@ def test_every_key_is_documented(key):
         ("job.dump_folder", "non-empty string"),
         ("optimizer.name", '"adamw" or "sgd"'),
         ("optimizer.betas", "list of 2 [number >= 0 and < 1, ...]"),
-        ("data.train", "list of 1 or more [non-empty string, ...]"),
+        ("data.train", "list of 1 or more [non-empty string or {prefix = non-empty string, weight = number > 0}, ...]"),
         ("checkpoint.resume", '"never" or "auto" or int >= 0'),
         ("model.overrides", "table {name = int or number or true or false, ...}"),
     ],

@@ -68,6 +68,7 @@ FOUR = (
     "shard=2 tp=2 dtype=bfloat16 global=16",
     "shard=2 cp=2 recompute=selective option=2 reshard=always",
     "shard=2 cp=2 rotate=alltoall global=16 recompute=full",
+    "shard=2 tp=2 documents=true dtype=bfloat16 recompute=selective global=16 reshard=always",
     "cp=4 rotate=alltoall recompute=selective",
     "cp=4 balance=false documents=true",
     "cp=2 tp=2",
@@ -96,6 +97,7 @@ FOUR = (
 EIGHT = (
     "replicate=2 shard=2 tp=2",
     "replicate=2 shard=2 cp=2 documents=true",
+    "replicate=2 shard=2 cp=2 rotate=alltoall reshard=always tied=true",
     "shard=2 cp=2 tp=2 global=16 tied=true",
     "pp=2 shard=2 tp=2 schedule=Interleaved1F1B tied=true global=16",
     "pp=2 shard=2 tp=2 schedule=ZBVZeroBubble",

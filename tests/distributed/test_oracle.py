@@ -1,4 +1,4 @@
-"""Every composition equals one process; see titan_like/oracle.py for what is compared, compositions.py for what is run."""
+"""Every composition equals one process: titan_like/oracle.py says what is compared, compositions.py what is run."""
 
 import itertools
 from pathlib import Path
@@ -23,7 +23,11 @@ def csv_schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reports(csv_schedule: Path, request: pytest.FixtureRequest) -> dict[tuple[int, str], Report]:
     """All selected lines, one launch per number of processes: a torch process takes seconds to start."""
-    chosen = {item.callspec.params["line"] for item in request.session.items if hasattr(item, "callspec") and "line" in item.callspec.params}
+    chosen = {
+        item.callspec.params["line"]
+        for item in request.session.items
+        if hasattr(item, "callspec") and "line" in item.callspec.params
+    }
     found = {}
     for processes, lines in MATRIX.items():
         cases = {line: composition(line.format(csv=csv_schedule)) for line in lines if line in chosen}
@@ -36,6 +40,32 @@ def reports(csv_schedule: Path, request: pytest.FixtureRequest) -> dict[tuple[in
 def test_composition_equals_one_process(processes: int, line: str, reports: dict[tuple[int, str], Report]) -> None:
     report = reports[processes, line]
     assert report.is_exact, report.table()
+
+
+# Public reports of faults in composition, and the line that would show each of them.
+REPORTS = {
+    "R002 labels that differ between data-parallel ranks": (2, "global=16"),
+    "R006 a rank without any label": (2, "global=16"),
+    "R090 clipping over pipeline stages": (4, "pp=4"),
+    "R092 clipping over tensor-parallel and replicated parameters": (2, "tp=2 family=qwen3 recompute=selective"),
+    "R093 a vocabulary that tensor parallelism does not divide": (2, "tp=2 loss_parallel=false vocab=257"),
+    "R093 the same, with parallel loss": (4, "tp=4 kv=4 vocab=257"),
+    "R097 labels at the cut of a sequence": (2, "cp=2"),
+    "R099 documents of odd lengths over context-parallel ranks": (2, "cp=2 documents=true"),
+    "R100 embeddings tied across stages": (2, "pp=2 tied=true layers=5 global=8"),
+    "R105 accumulation under pipelining": (4, "pp=2 shard=2 schedule=1F1B global=16"),
+    "R107 layers that stages do not divide": (2, "pp=2 tied=true layers=5 global=8"),
+    "R115 replicas start with the same weights": (4, "replicate=2 global=32"),
+}
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_public_report(report: str, reports: dict[tuple[int, str], Report]) -> None:
+    processes, line = REPORTS[report]
+    assert (processes, line) in LINES
+    if (processes, line) not in reports:
+        pytest.skip("the line is not selected")
+    assert reports[processes, line].is_exact, reports[processes, line].table()
 
 
 def test_the_matrix_holds_every_pair_that_is_allowed(csv_schedule: Path) -> None:

@@ -13,7 +13,7 @@ case "$*" in
     --version) echo "Python 3.11.0" ;;
     *"-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *"-m pip"*) exit "${FAKE_PIP:-0}" ;;
-    *titan_like.launch*) printf '%s\\n%s\\n' "$FAKE_RUN" "$FAKE_RUN/checkpoint"; exit "${FAKE_LAUNCH:-0}" ;;
+    *titan_like.launch*) printf 'real\\n%s\\n%s\\n' "$FAKE_RUN" "$FAKE_RUN/checkpoint"; exit "${FAKE_LAUNCH:-0}" ;;
     *titan_like.train* | *titan_like.torchrun*) eval "${FAKE_TRAIN:-exit 0}" ;;
     *generate.py*) echo "def sampled" ;;
 esac

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -100,8 +101,42 @@ def test_a_term_signal_reaches_the_run_and_its_exit_code_comes_back(fake_python:
         assert process.wait(10) == 7
 
 
+def test_slurm_s_warning_reaches_the_run(fake_python: FakePython) -> None:  # R167
+    train = "trap 'echo saved; exit 75' USR1; echo ready; while :; do sleep 0.05; done"
+    with subprocess.Popen(
+        [REPO / "run_train.sh"],
+        env={**fake_python.env, "FAKE_TRAIN": train, "MAX_RESTARTS": "3"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout.read() == "saved\n"  # once: what was stopped is not started again
+        assert process.wait(10) == 75
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_run_that_failed_is_started_again_and_knows_it(fake_python: FakePython, processes: str) -> None:
+    count = fake_python.path.parent / "count"
+    train = f'echo "$TITAN_LIKE_LAUNCH $TITAN_LIKE_RESTARTS"; echo >> "{count}"; [ "$(wc -l < "{count}")" -ge 3 ]'
+    config = ["--job.config_file", "x.toml"]
+    done = start(fake_python, *config, FAKE_TRAIN=train, MAX_RESTARTS="5", NPROC=processes)
+    assert done.returncode == 0, done.stderr
+    launches, restarts = zip(*(line.rsplit(" ", 1) for line in done.stdout.splitlines()), strict=True)
+    assert restarts == ("0", "1", "2") and len(set(launches)) == 1
+    assert "The run failed (exit code 1): restart 2 of 5" in done.stderr
+    count.unlink()
+    assert start(fake_python, *config, FAKE_TRAIN=train, MAX_RESTARTS="1", NPROC=processes).returncode == 1
+    done = start(fake_python, *config, FAKE_TRAIN="echo tried; exit 2", MAX_RESTARTS="5", NPROC=processes)
+    assert done.returncode == 2 and done.stdout == "tried\n"  # it cannot be run as it is
+
+
 def test_an_interrupt_from_the_keyboard_reaches_the_run(fake_python: FakePython) -> None:
-    train = "trap 'exit 9' INT; echo ready; while :; do sleep 0.05; done"
+    waits = (
+        "import os, signal, time; signal.signal(signal.SIGINT, lambda *_: os._exit(9)); "
+        "print('ready', flush=True); time.sleep(30)"
+    )
+    train = f'exec "{sys.executable}" -c "{waits}"'  # bash itself may die of the signal before its trap runs
     with subprocess.Popen(
         [REPO / "run_train.sh"], env={**fake_python.env, "FAKE_TRAIN": train}, stdout=subprocess.PIPE, text=True,
         start_new_session=True,

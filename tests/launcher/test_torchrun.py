@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.stand_in import REPO
+from titan_like.stop import EXIT_CODE
 from titan_like.torchrun import outputs, rendezvous
 
 WORKER = """
@@ -28,6 +29,18 @@ if how == "wait":
     time.sleep(60)
 if how in ("raise", "exit", "kill"):
     dist.barrier()
+if how == "stop":
+    def stop(number, frame):
+        print("got", signal.Signals(number).name, flush=True)
+        time.sleep(0.3 * rank)  # torchrun ends the others as soon as one has left
+        for other in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(other, signal.SIG_IGN)
+        sys.exit(75)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, stop)
+if how == "stubborn":
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, signal.SIG_IGN)
+if how in ("stop", "stubborn"):
+    print("ready", flush=True)
+    time.sleep(60)
 """
 
 pytestmark = pytest.mark.distributed
@@ -77,7 +90,33 @@ def test_a_term_signal_ends_all_processes(tmp_path: Path) -> None:
     job.terminate()
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 128 + signal.SIGTERM
-    assert errors.splitlines()[-1] == "Stopped by SIGTERM."
+    assert "killed by SIGTERM" in errors
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_ranks_that_stop_when_asked_are_no_failure(tmp_path: Path, name: str) -> None:  # R163, R167
+    job = launch(tmp_path, "stop")
+    assert job.stdout and [job.stdout.readline() for _ in range(2)] == ["hello from 0\n", "ready\n"]
+    time.sleep(0.5)  # until the other rank is ready too
+    job.send_signal(getattr(signal, name))
+    shown, errors = job.communicate(timeout=60)
+    assert job.returncode == EXIT_CODE == 75, errors
+    assert shown == f"got {name}\n" and "failed" not in errors
+    assert not list(tmp_path.glob("titan_like_logs_*"))
+
+
+def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
+    job = launch(tmp_path, "stubborn")
+    assert job.stdout and [job.stdout.readline() for _ in range(2)] == ["hello from 0\n", "ready\n"]
+    job.terminate()
+    time.sleep(0.2)
+    job.terminate()  # a copy of the first
+    time.sleep(2.2)
+    assert job.poll() is None
+    job.terminate()
+    job.communicate(timeout=20)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert not list(tmp_path.glob("titan_like_logs_*"))
 
 
 def test_where_the_processes_meet() -> None:
@@ -89,5 +128,5 @@ def test_where_the_processes_meet() -> None:
 
 
 def test_several_shown_ranks_are_told_apart_and_the_rest_is_hidden() -> None:
-    assert outputs({"NPROC": "3", "LOG_RANK": "0,2"})[2:] == ["--tee", "0:3,2:3", "--redirects", "1:3"]
-    assert outputs({"NPROC": "1"})[2:] == ["--tee", "0:2"]
+    assert outputs({"NPROC": "3", "LOG_RANK": "0,2"})[4:] == ["--tee", "0:3,2:3", "--redirects", "1:3"]
+    assert outputs({"NPROC": "1"})[4:] == ["--tee", "0:2"]

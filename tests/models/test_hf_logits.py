@@ -22,9 +22,12 @@ LLAMA31 = dict(
 def to_hf_name(name: str) -> str:
     for ours, theirs in (
         ("layers.", "model.layers."), ("attention.wq", "self_attn.q_proj"), ("attention.wk", "self_attn.k_proj"),
-        ("attention.wv", "self_attn.v_proj"), ("attention.wo", "self_attn.o_proj"), ("attention.q_norm", "self_attn.q_norm"),
-        ("attention.k_norm", "self_attn.k_norm"), ("feed_forward.w1", "mlp.gate_proj"), ("feed_forward.w2", "mlp.down_proj"),
-        ("feed_forward.w3", "mlp.up_proj"), ("attention_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm"),
+        ("attention.wv", "self_attn.v_proj"), ("attention.wo", "self_attn.o_proj"),
+        ("attention.q_norm", "self_attn.q_norm"),
+        ("attention.k_norm", "self_attn.k_norm"), ("feed_forward.w1", "mlp.gate_proj"),
+        ("feed_forward.w2", "mlp.down_proj"),
+        ("feed_forward.w3", "mlp.up_proj"), ("attention_norm", "input_layernorm"),
+        ("ffn_norm", "post_attention_layernorm"),
         ("tok_embeddings", "model.embed_tokens"), ("output", "lm_head"),
     ):  # fmt: skip
         name = name.replace(ours, theirs)

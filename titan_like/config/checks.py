@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_like.config.composition import refusals, stage_count
 from titan_like.config.describe import as_text
 from titan_like.config.pipeline_csv import read_schedule
-from titan_like.config.schema import SCHEDULES, SINGLE_STAGE, V_SHAPED, Config, Optimizer, Parallelism
+from titan_like.config.schema import SCHEDULES, SINGLE_STAGE, V_SHAPED, Checkpoint, Config, Optimizer, Parallelism
 
 DEGREES = (  # of every axis but the one that can take the rest
     "data_parallel_replicate_degree",
@@ -25,6 +25,7 @@ def cross_checks(config: Config) -> list[str]:
         *_schedule(config),
         *_batch(config, max(config.parallelism.data_parallel_shard_degree, 1)),
         *_sequence(config),
+        *_blend(config),
         *_pipeline(config),
         *_unused(config),
         *refusals(config),
@@ -34,7 +35,9 @@ def cross_checks(config: Config) -> list[str]:
 def world_checks(config: Config, world_size: int) -> list[str]:
     """Conflicts between the config and the number of processes `world_size` (>= 1)."""
     if config.comm.mode == "fake" and config.comm.fake_rank >= world_size:
-        return [f"comm.fake_rank ({config.comm.fake_rank}) is not below the number of processes ({world_size}); lower it"]
+        return [
+            f"comm.fake_rank ({config.comm.fake_rank}) is not below the number of processes ({world_size}); lower it"
+        ]
     shard = config.parallelism.data_parallel_shard_degree
     factors = [(f"parallelism.{key}", getattr(config.parallelism, key)) for key in DEGREES]
     used = [(name, degree) for name, degree in factors if degree > 1]
@@ -59,13 +62,13 @@ def world_checks(config: Config, world_size: int) -> list[str]:
 
 
 def _schedule(config: Config) -> list[str]:
+    """A decay of fixed length must fit. Without one, a short trial may end inside a long warm-up."""
     schedule, steps = config.lr_schedule, config.training.steps
-    if schedule.warmup_steps + max(schedule.decay_steps, 0) <= steps:
+    if schedule.decay_steps == -1 or schedule.warmup_steps + schedule.decay_steps <= steps:
         return []
-    decay = f" + lr_schedule.decay_steps ({schedule.decay_steps}) exceed" if schedule.decay_steps > 0 else " exceeds"
     return [
-        f"lr_schedule.warmup_steps ({schedule.warmup_steps}){decay} training.steps ({steps}); "
-        f"lower {'one' if schedule.decay_steps > 0 else 'it'} or raise training.steps"
+        f"lr_schedule.warmup_steps ({schedule.warmup_steps}) + lr_schedule.decay_steps ({schedule.decay_steps}) exceed "
+        f"training.steps ({steps}); lower one or raise training.steps"
     ]
 
 
@@ -107,6 +110,17 @@ def _sequence(config: Config) -> list[str]:
     ]
 
 
+def _blend(config: Config) -> list[str]:
+    """A blend needs all weights; the order of a set without a weight would be undefined."""
+    bare = [entry for entry in config.data.train if isinstance(entry, str)]
+    if len(bare) in (0, len(config.data.train)):
+        return []
+    return [
+        f"data.train has no weight for {', '.join(bare)}, but weights for others; give all of them "
+        "{prefix, weight}, or none to read them as one set"
+    ]
+
+
 def _pipeline(config: Config) -> list[str]:
     """Stages, micro-batches and schedule must fit each other."""
     parallelism, local = config.parallelism, config.training.local_batch_size
@@ -118,8 +132,8 @@ def _pipeline(config: Config) -> list[str]:
     keys = [key for key in Parallelism.model_fields if key.startswith("pipeline") and "degree" not in key]
     if degree == 1:
         return [
-            f"parallelism.{key} ({as_text(getattr(parallelism, key))}) has no effect without pipelining; leave it out or "
-            "set parallelism.pipeline_parallel_degree above 1"
+            f"parallelism.{key} ({as_text(getattr(parallelism, key))}) has no effect without pipelining; leave it out "
+            "or set parallelism.pipeline_parallel_degree above 1"
             for key in keys
             if getattr(parallelism, key) != Parallelism.model_fields[key].default
         ]
@@ -133,7 +147,8 @@ def _pipeline(config: Config) -> list[str]:
         return _pipeline_csv(config, micro_batches)
     if name not in SCHEDULES:
         return [
-            f'parallelism.pipeline_parallel_schedule is "{name}"; allowed: {", ".join(SCHEDULES)}, or a path ending in .csv'
+            f'parallelism.pipeline_parallel_schedule is "{name}"; allowed: {", ".join(SCHEDULES)}, '
+            "or a path ending in .csv"
         ]
     stages = stage_count(config)
     split = len(parallelism.pipeline_parallel_split)
@@ -142,18 +157,21 @@ def _pipeline(config: Config) -> list[str]:
         wanted = "exactly 1" if name in SINGLE_STAGE else "2 or more"
         problems.append(
             f"parallelism.pipeline_parallel_schedule {name} needs {wanted} stages per rank, but "
-            f"{stages} stages on parallelism.pipeline_parallel_degree ({degree}) ranks are asked for; change the schedule, "
-            "parallelism.pipeline_parallel_virtual_stages or parallelism.pipeline_parallel_split"
+            f"{stages} stages on parallelism.pipeline_parallel_degree ({degree}) ranks are asked for; change the "
+            "schedule, parallelism.pipeline_parallel_virtual_stages or parallelism.pipeline_parallel_split"
         )
     elif name in V_SHAPED and stages != 2 * degree:
         problems.append(
             f"parallelism.pipeline_parallel_schedule {name} needs 2 stages per rank, not {stages / degree:g}; "
             "set parallelism.pipeline_parallel_virtual_stages to 2"
         )
-    if split and (split + 1 != stages or list(parallelism.pipeline_parallel_split) != sorted({*parallelism.pipeline_parallel_split})):
+    if split and (
+        split + 1 != stages
+        or list(parallelism.pipeline_parallel_split) != sorted({*parallelism.pipeline_parallel_split})
+    ):
         problems.append(
-            f"parallelism.pipeline_parallel_split {list(parallelism.pipeline_parallel_split)} must name {stages - 1} layers "
-            f"in ascending order for {stages} stages"
+            f"parallelism.pipeline_parallel_split {list(parallelism.pipeline_parallel_split)} must name "
+            f"{stages - 1} layers in ascending order for {stages} stages"
         )
     return problems + _micro_batches(config, name, micro_batches, stages)
 
@@ -191,7 +209,8 @@ def _pipeline_csv(config: Config, micro_batches: int) -> list[str]:
     if schedule.micro_batches != micro_batches:
         problems.append(
             f"parallelism.pipeline_parallel_schedule {path} runs {schedule.micro_batches} micro-batches, but "
-            f"training.local_batch_size / parallelism.pipeline_parallel_microbatch_size is {micro_batches}; make them equal"
+            f"training.local_batch_size / parallelism.pipeline_parallel_microbatch_size is {micro_batches}; "
+            "make them equal"
         )
     split = len(config.parallelism.pipeline_parallel_split)
     if split and split + 1 != schedule.stages:
@@ -207,8 +226,8 @@ def _unused(config: Config) -> list[str]:
     problems = []
     if config.activation_checkpoint.mode != "selective" and config.activation_checkpoint.selective_ac_option != "op":
         problems.append(
-            f"activation_checkpoint.selective_ac_option ({config.activation_checkpoint.selective_ac_option}) has no effect "
-            f'with activation_checkpoint.mode ({config.activation_checkpoint.mode}); set the mode to "selective"'
+            f"activation_checkpoint.selective_ac_option ({config.activation_checkpoint.selective_ac_option}) has no "
+            f'effect with activation_checkpoint.mode ({config.activation_checkpoint.mode}); set the mode to "selective"'
         )
     if config.validation.interval and not config.data.validation:
         problems.append(
@@ -219,6 +238,17 @@ def _unused(config: Config) -> list[str]:
         problems.append(
             f"checkpoint.resume ({config.checkpoint.resume}) needs checkpoint.enable, which is false; "
             'set it to true or checkpoint.resume to "never"'
+        )
+    problems += [
+        f"checkpoint.{key} ({as_text(getattr(config.checkpoint, key))}) has no effect with checkpoint.enable (false); "
+        "leave it out or set checkpoint.enable to true"
+        for key in ("keep_every_n", "async_mode", "on_error", "allow_changes", "export_hf")
+        if not config.checkpoint.enable and getattr(config.checkpoint, key) != Checkpoint.model_fields[key].default
+    ]
+    if config.checkpoint.keep_every_n and not config.checkpoint.keep_latest_k:
+        problems.append(
+            f"checkpoint.keep_every_n ({config.checkpoint.keep_every_n}) has no effect with checkpoint.keep_latest_k "
+            "(0), which keeps all; set checkpoint.keep_latest_k to 1 or more"
         )
     if config.optimizer.name == "sgd":
         problems += [

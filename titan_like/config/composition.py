@@ -98,8 +98,8 @@ RULES = (
     ),
     Rule(
         ("tensor", "selective recompute (op)", "compile"),
-        "torch cannot save a device mesh inside a compiled and recomputed block; set activation_checkpoint.mode to full, "
-        "give activation_checkpoint.selective_ac_option a number of layers, or turn compile.enable off",
+        "torch cannot save a device mesh inside a compiled and recomputed block; set activation_checkpoint.mode to "
+        "full, give activation_checkpoint.selective_ac_option a number of layers, or turn compile.enable off",
     ),
     Rule(
         ("context, alltoall", "document masks"),

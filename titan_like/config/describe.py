@@ -72,6 +72,8 @@ def describe(kind: Any) -> str:
         return f"table {{name = {describe(args[1])}, ...}}"
     if origin is tuple:
         return f"list of {f'{minimum} or more' if args[-1] is ... else len(args)} [{describe(args[0])}, ...]"
+    if fields := getattr(annotation, "model_fields", None):
+        return f"{{{', '.join(f'{name} = {describe(field)}' for name, field in fields.items())}}}"
     if "ge" in bounds and bounds["ge"] == bounds.get("le"):
         return str(bounds["ge"])
     range_ = " and ".join(f"{_SYMBOLS[name]} {bound}" for name, bound in bounds.items())

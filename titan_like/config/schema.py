@@ -52,6 +52,9 @@ class Model(Section):
     flavor: Text = Field("debug", description="size of the model within its family")
     tokenizer_path: str = Field("", description="a SentencePiece .model; empty: the one named by the data's manifest")
     overrides: dict[str, int | float | bool] = Field({}, description="model fields that replace those of the flavor")
+    hf_path: str = Field(
+        "", description="a Hugging Face folder whose weights the training starts from; empty: random weights"
+    )
 
 
 class Training(Section):
@@ -73,19 +76,46 @@ class Training(Section):
     )
 
 
+class Weighted(Section):
+    """A set of shards in a blend."""
+
+    prefix: Text = Field(description="as an entry of data.train")
+    weight: float = Field(gt=0, description="share of the samples, and so of the tokens; the sum of all is made 1")
+
+
 class Data(Section):
     """The token shards that are read and their order."""
 
-    train: Texts = Field(
-        ("data/stdlib/train",), min_length=1, description="prefixes of the .idx/.bin shards to train on"
+    train: Annotated[tuple[Text | Weighted, ...], BeforeValidator(_list_to_tuple)] = Field(
+        ("data/stdlib/train",),
+        min_length=1,
+        description="prefixes of the .idx/.bin shards to train on, read as one set; or a blend by weights. "
+        "A folder or prefix* stands for all shards in it",
     )
-    validation: Texts = Field(("data/stdlib/validation",), description="prefixes of the shards to validate on")
+    validation: Texts = Field(("data/stdlib/validation",), description="the same to validate on, without weights")
     seed: Seed = Field(0, description="seed of the order of the samples")
     reset_attention_mask: bool = Field(
         False, description="no token sees another document of its row, and none predicts the next one's first token"
     )
     reset_position_ids: bool = Field(False, description="positions start at 0 in every document of a row")
+    eod_mask_loss: bool = Field(
+        False, description="the label after a document's last token (its EOD) does not count, whatever the masks are"
+    )
     num_workers: Natural = Field(0, description="loader processes per rank; 0: read in the training process")
+    on_exhausted: Literal["repeat", "stop"] = Field(
+        "repeat",
+        description="after one epoch (of any set in a blend): repeat in a new order, or stop the run with a checkpoint",
+    )
+
+    @property
+    def train_entries(self) -> tuple[str, ...]:
+        return tuple(entry.prefix if isinstance(entry, Weighted) else entry for entry in self.train)
+
+    @property
+    def train_weights(self) -> tuple[float, ...] | None:
+        """One per entry, None for a single set."""
+        weights = tuple(entry.weight for entry in self.train if isinstance(entry, Weighted))
+        return weights or None
 
 
 class Optimizer(Section):
@@ -106,7 +136,9 @@ class Optimizer(Section):
 class LRSchedule(Section):
     """Warm-up, stable phase, decay: the learning rate over the steps as a factor of optimizer.lr."""
 
-    warmup_steps: Natural = Field(0, description="steps of linear rise from zero")
+    warmup_steps: Natural = Field(
+        0, description="steps of linear rise from zero; may exceed training.steps if decay_steps is -1"
+    )
     decay_steps: MinusOne | Natural = Field(-1, description="last steps that decay; -1: all after the warm-up")
     decay_type: Literal["linear", "cosine", "1-sqrt"] = Field("linear", description="shape of the decay")
     min_lr_factor: float = Field(0.0, ge=0, le=1, description="the factor that the decay ends at")
@@ -160,7 +192,8 @@ class ActivationCheckpoint(Section):
 
     mode: Literal["none", "selective", "full"] = Field("none", description="which blocks recompute what")
     selective_ac_option: Literal["op"] | Positive = Field(
-        "op", description="selective: op keeps every second matrix product, attention and reductions; n: every n-th layer"
+        "op",
+        description="selective: op keeps every second matrix product, attention and reductions; n: every n-th layer",
     )
 
 
@@ -169,7 +202,9 @@ class Compile(Section):
 
     enable: bool = Field(False, description="compile the components below")
     components: Annotated[tuple[Literal["blocks", "loss"], ...], BeforeValidator(_list_to_tuple)] = Field(
-        ("blocks", "loss"), min_length=1, description="what is compiled: each transformer block (one graph for all), the loss"
+        ("blocks", "loss"),
+        min_length=1,
+        description="what is compiled: each transformer block (one graph for all), the loss",
     )
 
 
@@ -180,8 +215,29 @@ class Checkpoint(Section):
     folder: Text = Field("checkpoint", description="where they lie: inside job.dump_folder, or an absolute path")
     interval: Positive = Field(500, description="steps between two checkpoints; the last step is always saved")
     keep_latest_k: Natural = Field(3, description="checkpoints that are kept; 0: all")
+    keep_every_n: Natural = Field(0, description="keep those of steps that are multiples of n, for ever; 0: none")
+    async_mode: Literal["disabled", "thread", "process"] = Field(
+        "disabled",
+        description="write in the background, from one more copy of each rank's state in host memory: in a thread, or "
+        "in a process that takes no time from this one",
+    )
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="if a checkpoint cannot be written: stop, or say so and go on; the last one must succeed"
+    )
+    stop_after_seconds: Natural = Field(
+        0, description="save and stop at a step's end once a process is that old, before a queue's limit; 0: never"
+    )
     resume: Literal["never", "auto"] | Natural = Field(
-        "never", description="where to start: never (anew), auto (newest complete checkpoint, if any), or a step"
+        "never", description="where to start: never (anew), auto (newest intact checkpoint, if any), or a step"
+    )
+    verify: bool = Field(True, description="compare a checkpoint with its hashes before loading; false: sizes only")
+    allow_changes: bool = Field(
+        False, description="resume even if settings were changed that make the run another one than was saved"
+    )
+    export_hf: str = Field(
+        "",
+        description="folder for the final weights in Hugging Face format, inside job.dump_folder or an absolute path; "
+        "empty: none",
     )
 
 
@@ -198,6 +254,9 @@ class Metrics(Section):
     log_freq: Positive = Field(10, description="steps between two logged lines")
     enable_tensorboard: bool = Field(True, description="write TensorBoard events to the run folder")
     progress_bar: bool = Field(True, description="show a progress bar where standard output is a terminal")
+    log_sample_ids: bool = Field(
+        False, description="write the numbers of each step's samples, gathered from all ranks, to sample_ids.jsonl"
+    )
 
 
 class Comm(Section):
@@ -210,6 +269,15 @@ class Comm(Section):
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
     init_timeout_seconds: Positive = Field(300, description="limit for the start and the first step")
     train_timeout_seconds: Positive = Field(300, description="limit for any collective after the first step")
+
+
+class Estimation(Section):
+    """A forecast of each rank's memory before anything is allocated (needs a GPU, or the name of a device)."""
+
+    preflight: Literal["off", "warn", "abort"] = Field(
+        "warn", description="where the run would not fit: off (no forecast), warn, or abort before it starts"
+    )
+    device: str = Field("", description="what to compare with, as titan-estimate --device; empty: this machine's GPU")
 
 
 class Config(Section):
@@ -228,3 +296,4 @@ class Config(Section):
     validation: Validation = Validation()
     metrics: Metrics = Metrics()
     comm: Comm = Comm()
+    estimation: Estimation = Estimation()

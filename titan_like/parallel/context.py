@@ -6,7 +6,7 @@ it knows of no documents. With document masks keys and values are gathered whole
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.models.decoder import Decoder, document_mask, repeat_heads
+from titan_like.models.decoder import Attention, Decoder, document_mask, repeat_heads
 
 # Renamed in torch 2.13; 2.11 has the second name only.
 _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
@@ -38,11 +38,9 @@ def apply_context_parallel(
 ) -> None:
     """Replace the attention of every block, and the mask that goes with it."""
     degree, rank = mesh.size(), mesh.get_local_rank()
+    kind = GatheredAttention if documents else RingAttention
     for block in model.layers.values():
-        if documents:
-            block.attention.inner = GatheredAttention(mesh.get_group())
-        else:
-            block.attention.inner = RingAttention(mesh.get_group())
+        cast(Attention, block.attention).inner = kind(mesh.get_group())
     index_of = partial(local_index, seq_len, degree, load_balance=load_balance)
     query_index = index_of(rank)
     key_index = torch.cat([index_of(other) for other in range(degree)])  # the order in which keys are gathered
@@ -129,7 +127,7 @@ ring_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def _grouped(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -181,6 +179,4 @@ def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel reads it in the strides that its forward gives
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, is_causal
-    )
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, is_causal)

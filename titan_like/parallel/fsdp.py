@@ -1,6 +1,7 @@
 """Data parallelism: FSDP2, HSDP and plain replication, all through `fully_shard`."""
 
 import warnings
+from functools import partial
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,17 +24,17 @@ def apply_data_parallel(
     # Inputs are not cast: they are token ids and fp32 rotary tables, which must stay as they are.
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
     data_parallel = mesh.sharding["dp_replicate", "fsdp"] if replicate.size() > 1 else shard
-    options = {"mesh": data_parallel, "mp_policy": policy}
+    shard_over = partial(fully_shard, mesh=data_parallel, mp_policy=policy)
     for block in model.layers.values():
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+        shard_over(block, reshard_after_forward=reshard_after_forward)
     embedding, head = model.tok_embeddings, [m for m in (model.norm, model.output) if m is not None]
     is_tied = embedding is not None and model.output is not None and embedding.weight is model.output.weight
     if not is_tied:  # a tied table belongs to the root, which both of its uses lie under
         if embedding is not None:
-            fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
+            shard_over(embedding, reshard_after_forward=reshard_after_forward)
         if head:  # the backward begins with these: gathering them again would only cost
-            fully_shard(head, reshard_after_forward=False, **options)
-    fully_shard(model, **options)
+            shard_over(head, reshard_after_forward=False)
+    shard_over(model)
     _sum_gradients(model)
     # Nothing here changes a module's output in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -40,9 +40,10 @@ class Mesh:
     @property
     def batch_rank(self) -> int:
         """Which part of the global batch this rank reads, out of degree("dp_replicate", "dp_shard")."""
-        return self.axes["dp_replicate"].get_local_rank() * self.degree("dp_shard") + self.axes[
-            "dp_shard"
-        ].get_local_rank()
+        return (
+            self.axes["dp_replicate"].get_local_rank() * self.degree("dp_shard")
+            + self.axes["dp_shard"].get_local_rank()
+        )
 
     def describe(self) -> str:
         """One line with the axes larger than one."""

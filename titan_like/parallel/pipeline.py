@@ -75,7 +75,9 @@ class Pipeline:
     stage once more at the first step and at each change between training and evaluation.
     """
 
-    def __init__(self, parts: Sequence[Decoder], config: Config, mesh: Any, device: torch.device, loss: LossFunction) -> None:
+    def __init__(
+        self, parts: Sequence[Decoder], config: Config, mesh: Any, device: torch.device, loss: LossFunction
+    ) -> None:
         self._parts, self._config, self._mesh, self._device = parts, config, mesh, device
         self._stages = stages_of_rank(config, mesh.axes["pp"].get_local_rank())
         self._count = stage_count(config)
@@ -127,14 +129,18 @@ class Pipeline:
         parallelism = self._config.parallelism
         size, name = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_schedule
         stages = [
-            self._build_stage(part, number, size, columns) for part, number in zip(self._parts, self._stages, strict=True)
+            self._build_stage(part, number, size, columns)
+            for part, number in zip(self._parts, self._stages, strict=True)
         ]
         is_file = name.endswith(".csv")
         kind = torch_schedules._PipelineScheduleRuntime if is_file else get_schedule_class(name)
         is_single = issubclass(kind, PipelineScheduleSingle)
         # scale_grads divides what has been accumulated so far by the number of micro-batches, again at each call.
         schedule = kind(
-            stages[0] if is_single else stages, n_microbatches=rows // size, loss_fn=self._scaled_loss, scale_grads=False
+            stages[0] if is_single else stages,
+            n_microbatches=rows // size,
+            loss_fn=self._scaled_loss,
+            scale_grads=False,
         )
         if is_file:
             schedule._load_csv(name)

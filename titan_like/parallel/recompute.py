@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  registers the collectives named below
-import torch.nn.attention.varlen  # noqa: F401  registers torch_attn::_varlen_attn
+import torch.distributed._functional_collectives
+import torch.nn.attention.varlen
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -44,9 +44,7 @@ def _wrap(block: nn.Module, context_fn: Callable[[], Any] | None) -> None:
     options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
     # No randomness enters a block, so there is no random state to keep. Parameter names stay as they are: the forward
     # is wrapped, not the module.
-    block.forward = partial(  # type: ignore[method-assign]
-        checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options
-    )
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def _selective_contexts() -> Any:

@@ -1,0 +1,220 @@
+"""Memory of every rank in closed form: sizes from the config, the order of allocations from the trainer's own rules.
+
+Imports no torch unless a pipeline schedule has several stages per rank. docs/memory.md explains every term.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from estimation.groups import local_rows
+from estimation.job import Job
+from estimation.stage import StageMemory
+from estimation.tape import Event, Segment
+from estimation.types import INPUTS, TRANSIENT, MemoryReport, Moment, Resident
+
+NOT_INCLUDED = (
+    "memory outside torch's allocator: the device context, communicators, and libraries (see the device's line)",
+    "workspaces and temporaries inside kernels (matrix libraries, flash attention, sorting in an embedding's backward)",
+    "fragmentation inside an allocator pool: reserved is the sum of the pools' peaks",
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest moment of a rank.
+
+    Attributes:
+        log: the segments of a step up to the one that reaches it.
+        pools: the largest number of bytes of each allocator pool, each at its own time.
+    """
+
+    allocated: int
+    log: tuple[Segment, ...]
+    pools: tuple[int, ...]
+
+    @cached_property
+    def label(self) -> str:
+        """Which part of the step reaches it."""
+        return self.log[-1].up_to_rise()[1]
+
+    @cached_property
+    def terms(self) -> Counter[tuple[str, str]]:
+        """Bytes of each (term, tensor) alive then."""
+        times = Counter(map(id, self.log[:-1]))
+        found = self.log[-1].up_to_rise()[0]
+        for segment in {id(segment): segment for segment in self.log[:-1]}.values():
+            for key, size in segment.total().items():
+                found[key] += size * times[id(segment)]
+        return Counter({key: size for key, size in found.items() if size})
+
+
+class RankMemory:
+    """One rank of the pipeline axis, as its largest data- and tensor-parallel rank (index 0) sees it."""
+
+    def __init__(
+        self, job: Job, pipeline_rank: int, stages: dict[int, StageMemory], *, fsdp_rank: int = 0, tp_rank: int = 0
+    ) -> None:
+        self.job, self.pipeline_rank, self.stages = job, pipeline_rank, stages
+        self.actions = job.actions[pipeline_rank]
+        self.fsdp_rank, self.tp_rank = fsdp_rank, tp_rank
+
+    @cached_property
+    def resident(self) -> Resident:
+        """Bytes that stay; exact, with the uneven parts that DTensor and FSDP2 give to this rank."""
+        weight = 4 if self.job.profile.weights == "fp32" else 2
+        parameters = sum(padded for padded, _ in self._tables) * weight
+        gradients = sum(held for _, held in self._tables) * weight
+        buffers = self.job.seq_len // self.job.cp * 8 if self.job.cp > 1 else 0
+        return Resident(parameters, gradients, sum(self._optimizer_tensors), buffers)
+
+    @cached_property
+    def _tables(self) -> list[tuple[int, int]]:
+        """Numbers of each parameter that this rank holds: as stored (padded to the longest part), and in truth."""
+        fsdp, found = self.job.fsdp, []
+        for stage in self.stages.values():
+            for group, copies in stage.groups.values():
+                for table in group.tables:
+                    rows = table.rows_of(self.tp_rank)
+                    held = local_rows(rows, fsdp, self.fsdp_rank) * table.columns
+                    found += [(-(-rows // fsdp) * table.columns, held)] * copies
+        return found
+
+    @cached_property
+    def _optimizer_tensors(self) -> list[int]:
+        """Bytes of the optimizer's tensors: two moments and one fp32 step count per parameter; SGD has none."""
+        if self.job.optimizer != "adamw":
+            return []
+        number = {"fp32": 4, "bf16": 2, "8bit": 1}[self.job.profile.adam]
+        return [size for _, held in self._tables for size in (4, held * number, held * number)]
+
+    @cached_property
+    def start(self) -> Segment:
+        """What is there before the first step."""
+        resident, job = self.resident, self.job
+        events = [("parameters", "parameters", resident.parameters)]
+        if job.profile.step_state:
+            events += [("optimizer state", "optimizer state", size) for size in self._optimizer_tensors]
+        events += [("buffers", "indices of the sequence", resident.buffers), (INPUTS, "batch", job.input_bytes)]
+        for stage in self.stages.values():
+            count = stage.receive_buffers // job.shape.hidden
+            events += [("communication", "receive buffers", job.shape.hidden)] * count
+        return Segment.of((_event(term, name, size) for term, name, size in events if size), "start")
+
+    def steps(self) -> Iterator[Segment]:
+        """The segments of one optimizer step after its start."""
+        runs, job = min(self.job.accumulation, 3), self.job  # the first, any in the middle, the last
+        left_of = Counter(action.stage for action in self.actions if action.kind in "BW")
+        for run in range(runs):
+            done: Counter[tuple[str, int]] = Counter()
+            begun: set[int] = set()  # stages that have run a forward
+            whole: set[int] = set()  # stages whose weights stay gathered after the last forward or backward
+            sums: set[int] = set()  # stages that hold sums of whole gradients
+            waiting: set[int] = set()  # stages with whole gradients that no hook of FSDP2 has seen
+            for kind, number, _ in self.actions:
+                stage = self.stages[number]
+                if kind == "F":
+                    yield stage.forward(gathers=number not in whole, first=number not in begun)
+                    begun.add(number)
+                    if job.pp > 1 and not job.reshard:
+                        whole.add(number)
+                    else:
+                        whole.discard(number)
+                if kind == "I" and number in waiting:  # the hooks of FSDP2 run with it, and find them
+                    yield stage.accumulation(first=number not in sums)
+                    waiting.remove(number)
+                    sums.add(number)
+                if kind == "I" and number > 0:
+                    yield stage.inputs_backward()
+                if kind not in "BW":
+                    continue
+                is_deferred = kind == "W" and number > 0  # the first stage has no gradient of its input to begin with
+                unseen = is_deferred and job.wrapped
+                first = number not in (waiting if unseen else sums)
+                reduces = not job.reduces_once or run == runs - 1
+                yield stage.backward(
+                    first=first, fresh=run == 0, reduces=reduces, deferred=is_deferred, gathers=number not in whole
+                )
+                if job.pp > 1:  # torch's stages free weights only with the reduction
+                    whole.add(number)
+                if unseen:
+                    waiting.add(number)
+                else:
+                    if number in waiting:
+                        yield stage.accumulation(first=False)
+                        waiting.remove(number)
+                    sums.add(number)
+                done["B", number] += 1
+                if job.pp > 1 and done["B", number] == left_of[number]:
+                    if number in waiting:
+                        yield stage.accumulation(first=number not in sums)
+                    yield stage.reduction(fresh=run == 0)
+
+    def update(self, *, first: bool) -> Segment:
+        """The optimizer; in the `first` step some trainers make its states here."""
+        new = self._optimizer_tensors if first and not self.job.profile.step_state else []
+        events = [_event("optimizer state", "optimizer state", size) for size in new]
+        if self.job.profile.foreach_update:
+            sizes = [sign * held * 4 for sign in (1, -1) for _, held in self._tables]
+            events += [_event("optimizer", "optimizer temporaries", size) for size in sizes]
+        return Segment.of(events, "optimizer")
+
+    @cached_property
+    def peak(self) -> Peak:
+        """Of the second step, when all that stays is there; of the first one where `only_first_step`."""
+        start = [self.start]
+        if not self.job.only_first_step and not self.job.profile.step_state:
+            start.append(self.update(first=True))
+        log, now = start, [sum(deltas) for deltas in zip(*(segment.delta for segment in start), strict=True)]
+        highest, at, pools = now[0], len(log) - 1, now[1:]
+        for segment in (*self.steps(), self.update(first=self.job.only_first_step)):
+            if now[0] + segment.rise[0] > highest:
+                highest, at = now[0] + segment.rise[0], len(log)
+            pools = [max(pool, now[1 + i] + segment.rise[1 + i]) for i, pool in enumerate(pools)]
+            now = [value + delta for value, delta in zip(now, segment.delta, strict=True)]
+            log.append(segment)
+        return Peak(highest, tuple(log[: at + 1]), tuple(pools))
+
+    def report(self) -> MemoryReport:
+        """In the words that both engines share."""
+        peak, job = self.peak, self.job
+        at_peak: Counter[str] = Counter()
+        activations: Counter[str] = Counter()
+        for (term, name), size in peak.terms.items():
+            at_peak[term] += size
+            if term == "activations":
+                activations[name] += size
+        first, _, rest = peak.label.partition(" ")
+        return MemoryReport(
+            rank=self.pipeline_rank * job.replicate * job.fsdp * job.tp,
+            world_size=job.world_size,
+            resident=self.resident,
+            activations=dict(activations),
+            transient={kind: at_peak[kind] for kind in TRANSIENT if at_peak[kind]},
+            peak_bytes=peak.allocated,
+            at_peak=dict(at_peak),
+            moment=Moment(2, first or "forward", rest, "formula"),
+            reserved_bytes=sum(peak.pools),
+            not_included=NOT_INCLUDED,
+        )
+
+
+def _event(term: str, name: str, size: int) -> Event:
+    return Event(name, 0, size, term)
+
+
+def memory_of(job: Job) -> list[RankMemory]:
+    """One entry per rank of the pipeline axis. Stages that are alike share what is computed of them."""
+    alike: dict[tuple[object, ...], StageMemory] = {}
+    ranks = []
+    for rank, actions in enumerate(job.actions):
+        stages = {}
+        for number in sorted({action.stage for action in actions}):
+            layers = job.stages[number]
+            key = (number == 0, number == len(job.stages) - 1, tuple(map(job.mode_of, layers)))
+            if key not in alike:
+                alike[key] = StageMemory(job, number)
+            stages[number] = alike[key]
+        ranks.append(RankMemory(job, rank, stages))
+    return ranks

@@ -1,0 +1,84 @@
+"""Parameters of a stage as FSDP2 and tensor parallelism cut them: what is gathered together, which rows a rank has."""
+
+from dataclasses import dataclass
+
+from titan_like.models.flavors import ModelConfig
+
+
+@dataclass(frozen=True)
+class Table:
+    """One parameter: dim 0 is cut by FSDP2 after `tp` ranks have cut dim 0 (or, by `columns`, dim 1)."""
+
+    name: str
+    rows: int
+    columns: int = 1
+    cut: int = 1  # tensor-parallel ranks that share dim 0
+
+    def rows_of(self, tp_rank: int) -> int:
+        """Rows of a tensor-parallel rank."""
+        return local_rows(self.rows, self.cut, tp_rank)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that FSDP2 gathers and reduces together, as the first tensor-parallel rank has them."""
+
+    name: str
+    tables: tuple[Table, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(table.rows_of(0) * table.columns for table in self.tables)
+
+    def padded(self, ranks: int) -> int:
+        """Numbers in the flat buffers of all ranks together: every part is as long as the longest."""
+        return sum(-(-table.rows_of(0) // ranks) * ranks * table.columns for table in self.tables)
+
+
+def local_rows(rows: int, ranks: int, rank: int) -> int:
+    """torch.chunk's rule: equal parts, the last ones short or empty."""
+    chunk = -(-rows // ranks)
+    return max(0, min(chunk, rows - chunk * rank))
+
+
+def block_group(model: ModelConfig, tp: int) -> Group:
+    """One transformer block: products by columns are cut in dim 0, products by rows in dim 1, norms not."""
+    d, h = model.dim, model.head_dim
+    q, k, f = model.n_heads * h, model.n_kv_heads * h, model.ffn_dim
+    tables = [Table("n1", d), Table("wq", q, d, tp), Table("wk", k, d, tp), Table("wv", k, d, tp)]
+    if model.qkv_bias:
+        tables += [Table("wq.bias", q, 1, tp), Table("wk.bias", k, 1, tp), Table("wv.bias", k, 1, tp)]
+    if model.qk_norm:
+        tables += [Table("q norm", h), Table("k norm", h)]
+    tables += [
+        Table("wo", d, q // tp),
+        Table("n2", d),
+        Table("w1", f, d, tp),
+        Table("w2", d, f // tp),
+        Table("w3", f, d, tp),
+    ]
+    return Group("block", tuple(tables))
+
+
+def groups_of(
+    model: ModelConfig, tp: int, *, layers: int, first: bool, last: bool, together: bool
+) -> dict[str, tuple[Group, int]]:
+    """Every kind of group of a stage, and how often the stage has it.
+
+    `together`: embedding, last norm and head are one group, the root's. A table tied in the stage always is.
+    """
+    table, norm = Table("tok_embeddings", model.vocab_size, model.dim, tp), Table("norm", model.dim)
+    head = Table("output", model.vocab_size, model.dim, tp)
+    found: dict[str, tuple[Group, int]] = {}
+    is_tied = first and last and model.tie_embeddings
+    if is_tied or (together and (first or last)):
+        tables = [table] if first else []
+        tables += [norm] if last else []
+        tables += [head] if last and not is_tied else []
+        found["root"] = (Group("root", tuple(tables)), 1)
+    elif first:
+        found["embedding"] = (Group("embedding", (table,)), 1)
+    found["block"] = (block_group(model, tp), layers)
+    if last and "root" not in found:
+        found["head"] = (Group("head", (norm, head)), 1)
+    return found

@@ -1,0 +1,148 @@
+"""What the formula needs to know of a run: plain numbers, from a checked config or from a published row."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from estimation.profiles import TITAN_LIKE, Profile
+from estimation.program import Shape
+from estimation.schedules import Action, actions_of
+from titan_like.config.composition import stage_count
+from titan_like.config.schema import Config
+from titan_like.models.flavors import ModelConfig, resolve
+
+NUMBER = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A composition on a number of ranks.
+
+    Attributes:
+        rows: sequences that pass through a stage together.
+        batch_rows: sequences of a loaded micro-batch of a data-parallel rank; pipelining splits it into `rows`.
+        accumulation: loaded micro-batches of an optimizer step.
+        stages: the layers of each pipeline stage.
+        actions: what each pipeline rank runs for one loaded micro-batch.
+        recompute: none, full, op, or n: whole blocks, every n-th.
+        number, reduce_number: bytes of a number in compute, and in the reduction of gradients.
+        reshard: gathered weights are freed after the forward.
+        reduces_once: gradients are reduced with the last micro-batch of a step only.
+        wrapped: parameters are FSDP2's, gathered or cast for compute.
+        only_first_step: peaks are asked of the first step alone.
+    """
+
+    model: ModelConfig
+    rows: int
+    batch_rows: int
+    seq_len: int
+    accumulation: int
+    replicate: int
+    fsdp: int
+    cp: int
+    tp: int
+    stages: tuple[range, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    recompute: Literal["none", "full", "op"] | int = "none"
+    number: int = 2
+    reduce_number: int = 4
+    reshard: bool = True
+    reduces_once: bool = False
+    wrapped: bool = True
+    compiled: bool = False
+    documents: bool = False
+    optimizer: str = "adamw"
+    only_first_step: bool = False
+    profile: Profile = TITAN_LIKE
+
+    @property
+    def pp(self) -> int:
+        return len(self.actions)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.replicate * self.fsdp * self.tp
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(
+            self.model,
+            self.rows,
+            self.seq_len,
+            self.tp,
+            self.cp,
+            self.number,
+            self.documents,
+            self.compiled,
+            self.profile,
+        )
+
+    @property
+    def input_bytes(self) -> int:
+        """int64 tokens, labels and positions (document starts too) of all micro-batches of a step, whole and cut."""
+        whole = self.accumulation * self.batch_rows * self.seq_len * 8 * (3 + self.documents)
+        return whole if self.cp == 1 else whole + whole // self.cp
+
+    def mode_of(self, layer: int) -> Literal["none", "full", "op"]:
+        """How the block of a layer is recomputed."""
+        if isinstance(self.recompute, int):
+            return "full" if (layer + 1) % self.recompute == 0 else "none"
+        return self.recompute
+
+
+def job_of(config: Config, world_size: int, profile: Profile = TITAN_LIKE) -> Job:
+    """The job of a config that titan_like.launch.check_settings has passed for `world_size`."""
+    parallelism, training, recompute = config.parallelism, config.training, config.activation_checkpoint
+    pp, tp, cp = (
+        parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    )  # fmt: skip
+    replicate = parallelism.data_parallel_replicate_degree
+    fsdp = world_size // (pp * tp * replicate)
+    readers = replicate * fsdp // cp
+    number = NUMBER[training.mixed_precision_param]
+    reshard = parallelism.fsdp_reshard_after_forward
+    compiled_loss = config.compile.enable and "loss" in config.compile.components
+    option = recompute.selective_ac_option
+    changes = {"loss": "compiled" if compiled_loss else profile.loss, "loss_parallel": parallelism.enable_loss_parallel}
+    return Job(
+        model=resolve(config.model.name, config.model.flavor, config.model.overrides),
+        rows=parallelism.pipeline_parallel_microbatch_size if pp > 1 else training.local_batch_size,
+        batch_rows=training.local_batch_size,
+        seq_len=training.seq_len,
+        accumulation=max(1, training.global_batch_size // (training.local_batch_size * readers)),
+        replicate=replicate,
+        fsdp=fsdp,
+        cp=cp,
+        tp=tp,
+        stages=stage_ranges(config),
+        actions=actions_of(config),
+        recompute=recompute.mode if recompute.mode in ("none", "full") else option,
+        number=number,
+        reduce_number=NUMBER[training.mixed_precision_reduce],
+        reshard=reshard == "always" or (reshard == "default" and pp == 1),
+        reduces_once=reshard == "never",
+        wrapped=replicate * fsdp > 1 or number == 2,
+        compiled=config.compile.enable and "blocks" in config.compile.components,
+        documents=config.data.reset_attention_mask,
+        optimizer=config.optimizer.name,
+        profile=Profile(**{**profile.__dict__, **changes}),
+    )
+
+
+_RANGES: dict[tuple[object, ...], tuple[range, ...]] = {}
+
+
+def stage_ranges(config: Config) -> tuple[range, ...]:
+    """The layers of every stage, as titan_like.parallel.pipeline cuts them."""
+    model = resolve(config.model.name, config.model.flavor, config.model.overrides)
+    count, split = stage_count(config), config.parallelism.pipeline_parallel_split
+    if split:
+        return tuple(range(*bounds) for bounds in pairwise((0, *split, model.n_layers)))
+    if count == 1:
+        return (range(model.n_layers),)
+    key = (model, count)
+    if key not in _RANGES:
+        from titan_like.parallel.pipeline import layer_ranges  # imports torch
+
+        _RANGES[key] = tuple(layer_ranges(model, config))
+    return _RANGES[key]

@@ -1,0 +1,87 @@
+"""What a trainer's version does that its memory depends on: facts of its code, each with the place to read it.
+
+A profile holds no number that was fitted to a measurement.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Behaviour of one trainer at one time; the defaults are those of titan_like on a GPU.
+
+    Attributes:
+        norm: fused keeps a norm's input and one fp32 number per row; composite, two fp32 copies of the input; python,
+            one and another in the compute dtype.
+        rope: halves computes in eight fp32 pieces, complex in two.
+        kept_products: recompute per operation keeps the products with an even or an odd running number in their block.
+        early_stop: recomputation ends at the last tensor that the backward needs.
+        loss: whole holds fp32 log-probabilities of all tokens; compiled holds the logits; chunked works on
+            `loss_chunks` pieces of the sequence, logits included.
+        keeps_logits: who calls the loss holds the logits during the backward: in the compute dtype, or in fp32.
+        groups: apart: embedding, blocks, and norm with head are gathered one by one; together: the tables and the last
+            norm are one group, gathered for the whole step.
+        last_block_stays: the last block keeps its gathered weights between forward and backward.
+        head_stays: so does the group of norm and head.
+        adam: fp32 two numbers of four bytes a parameter, bf16 of two bytes.
+        weights: fp32 masters are cast for compute; bf16 weights are all there is.
+        step_state: whether optimizer states exist when the first backward runs; else they are made at its end.
+        foreach_update: the optimizer makes a temporary as large as the weights.
+        expandable: the allocator's expandable segments are on.
+    """
+
+    name: str
+    source: str
+    norm: Literal["fused", "composite", "python"] = "fused"
+    rope: Literal["halves", "complex"] = "halves"
+    kept_products: Literal["even", "odd"] = "even"
+    early_stop: bool = True
+    loss: Literal["whole", "compiled", "chunked"] = "whole"
+    loss_chunks: int = 1
+    keeps_logits: Literal["no", "compute", "fp32"] = "no"
+    groups: Literal["apart", "together"] = "apart"
+    last_block_stays: bool = False
+    head_stays: bool = True
+    adam: Literal["fp32", "bf16", "8bit"] = "fp32"
+    weights: Literal["fp32", "bf16"] = "fp32"
+    step_state: bool = True
+    foreach_update: bool = False
+    loss_parallel: bool = True
+    expandable: bool = True
+
+
+TITAN_LIKE = Profile("titan_like", "titan_like/parallel/apply.py, titan_like/loss.py")
+# Real tensors on a CPU: torch decomposes RMSNorm there.
+TITAN_LIKE_CPU = Profile("titan_like on CPU", "torch: aten/src/ATen/native/layer_norm.cpp", norm="composite")
+
+_TITAN = "github.com/pytorch/torchtitan"
+# Early 2024: the model returned fp32 logits, the training loop held them; inputs of the first schedule of recompute.
+TITAN_2024_03 = Profile(
+    "torchtitan 2024-03", f"{_TITAN}/tree/83c879f18: train.py, parallelisms/parallelize_llama.py", norm="python",
+    rope="complex", kept_products="odd", early_stop=False, keeps_logits="fp32", groups="together", step_state=False,
+    last_block_stays=True, foreach_update=True, expandable=False, loss_parallel=False,
+)  # fmt: skip
+TITAN_2024_06 = replace(
+    TITAN_2024_03, name="torchtitan 2024-06", source=f"{_TITAN}/tree/40f8fd007", norm="fused", foreach_update=False,
+    loss_parallel=True,
+)  # fmt: skip
+TITAN_2024_08 = replace(
+    TITAN_2024_06, name="torchtitan 2024-08", source=f"{_TITAN}/commit/e29b6b4d4", keeps_logits="no"
+)
+# From here on run_llama_train.sh sets expandable segments.
+TITAN_2024_12 = replace(
+    TITAN_2024_08, name="torchtitan 2024-12", source=f"{_TITAN}/tree/b5bcd76c6: benchmarks, train.py", norm="composite",
+    expandable=True,
+)  # fmt: skip
+# The loss is compiled with the blocks, and embedding, blocks and [norm, output] are gathered one by one.
+TITAN_2025_06 = replace(
+    TITAN_2024_12, name="torchtitan 2025-06",
+    source=f"{_TITAN}/tree/e7c0cae: components/loss.py, llama3/infra/parallelize.py",
+    norm="fused", groups="apart", last_block_stays=False,
+)  # fmt: skip
+# One device, everything in bf16, no FSDP.
+TORCHTUNE = Profile(
+    "torchtune", "github.com/pytorch/torchtune: recipes/full_finetune_single_device.py, modules/attention.py",
+    norm="python", rope="complex", weights="bf16", adam="bf16", step_state=False,
+)  # fmt: skip

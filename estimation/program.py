@@ -1,0 +1,268 @@
+"""The operations of a decoder as data: what each makes, keeps for its backward, and costs.
+
+Sizes are bytes, of one rank and one micro-batch. Letters: T tokens of this rank, D model, Q = query heads x head size,
+K = key heads x head size, F hidden units, V vocabulary, t = tensor-parallel degree, e bytes of a number in compute.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from estimation.profiles import Profile
+from titan_like.models.flavors import ModelConfig
+
+Kind = Literal["product", "attention", "pointwise", "collective"]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        inputs: differentiable inputs.
+        output: its result; (name, bytes).
+        saves: tensors that the backward needs.
+        extra: tensors made only for the backward; (name, bytes).
+        temporary: largest sum of bytes that live only while it runs: forward, backward; in blocks of `piece` bytes.
+        weight, bias: bytes of the gradients of its weight and its bias.
+        keep: recompute per operation keeps the output (and the extras).
+        passes: the gradient of the output is that of every input, without a copy.
+        flops: floating-point operations of the forward; moved: bytes read and written, or sent by a collective.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    output: tuple[str, int]
+    saves: tuple[str, ...] = ()
+    extra: tuple[tuple[str, int], ...] = ()
+    temporary: tuple[int, int] = (0, 0)
+    piece: int = 0
+    weight: int = 0
+    bias: int = 0
+    keep: bool = False
+    passes: bool = False
+    kind: Kind = "pointwise"
+    flops: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one rank computes on: a micro-batch's part of a model's part."""
+
+    model: ModelConfig
+    rows: int  # sequences of a micro-batch
+    seq_len: int
+    tp: int = 1
+    cp: int = 1
+    number: int = 2  # bytes of a number in compute
+    documents: bool = False
+    compiled: bool = False
+    profile: Profile = field(default_factory=lambda: Profile("titan_like", ""))
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq_len // self.cp
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a (T, D) tensor that every rank of the tensor-parallel group holds whole."""
+        return self.tokens * self.model.dim * self.number
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of the hidden states between blocks, cut along the sequence by tensor parallelism."""
+        return self.wide // self.tp
+
+    @property
+    def logits(self) -> int:
+        """Bytes of this rank's logits in the compute dtype."""
+        vocab = -(-self.model.vocab_size // self.tp) if self.profile.loss_parallel else self.model.vocab_size
+        return self.tokens * vocab * self.number
+
+
+def block_program(shape: Shape) -> list[Op]:
+    """The operations of one transformer block in their order; input "x", output "out"."""
+    ops = [*_norm(shape, "n1", "x", shape.tokens // shape.tp, shape.model.dim, shape.model.dim)]
+    source = _gather(shape, ops, "n1")
+    ops += _attention(shape, source)
+    last = _scatter(shape, ops, "wo")
+    ops.append(Op("residual 1", ("x", last), ("h", shape.hidden), passes=True, moved=3 * shape.hidden))
+    ops += _norm(shape, "n2", "h", shape.tokens // shape.tp, shape.model.dim, shape.model.dim)
+    source = _gather(shape, ops, "n2")
+    ops += _feed_forward(shape, source)
+    last = _scatter(shape, ops, "w2")
+    ops.append(Op("residual 2", ("h", last), ("out", shape.hidden), passes=True, moved=3 * shape.hidden))
+    return _keep_products(ops, shape) if not shape.compiled else _compiled(_keep_products(ops, shape))
+
+
+def _product(shape: Shape, name: str, source: str, rows: int, columns: int, bias: bool = False) -> Op:
+    """T x rows times rows x columns."""
+    out, weight = shape.tokens * columns * shape.number, rows * columns * shape.number
+    moved = shape.tokens * rows * shape.number + weight + out
+    return Op(
+        name, (source,), (name, out), (source,), weight=weight, bias=bias * columns * shape.number,
+        kind="product", flops=2 * shape.tokens * rows * columns, moved=moved,
+    )  # fmt: skip
+
+
+def _norm(shape: Shape, name: str, source: str, rows: int, width: int, weight: int) -> list[Op]:
+    size = rows * width * shape.number
+    scale = (f"{name}.rstd", rows * 4)
+    if shape.profile.norm == "fused" or shape.compiled:
+        return [
+            Op(
+                name,
+                (source,),
+                (name, size),
+                (source, scale[0]),
+                (scale,),
+                weight=weight * shape.number,
+                moved=3 * size,
+            )
+        ]
+    wide = rows * width * 4
+    if shape.number == 4:  # the input is its own fp32 copy
+        extra = [scale, (f"{name}.normed", wide)]
+        saves, copies = [source], (1, 2)
+    else:  # "python": the trainer's own class rounds the normed input before the weight
+        extra = [scale, (f"{name}.wide", wide), (f"{name}.normed", size if shape.profile.norm == "python" else wide)]
+        saves, copies = [], (1, 3)
+    saves += [key for key, _ in extra]
+    temporary = (copies[0] * wide, copies[1] * wide)
+    gradient = weight * shape.number
+    return [Op(name, (source,), (name, size), tuple(saves), tuple(extra), temporary, wide, gradient, moved=5 * size)]
+
+
+def _gather(shape: Shape, ops: list[Op], source: str) -> str:
+    """Tensor parallelism: all positions before the products that are cut by columns."""
+    if shape.tp == 1:
+        return source
+    name = f"{source} gathered"
+    sent = shape.wide * (shape.tp - 1) // shape.tp
+    ops.append(Op(name, (source,), (name, shape.wide), kind="collective", moved=sent))
+    return name
+
+
+def _scatter(shape: Shape, ops: list[Op], source: str) -> str:
+    """Tensor parallelism: the sum over ranks of a product cut by rows, each rank keeping its part of the sequence."""
+    if shape.tp == 1:
+        return source
+    name = f"{source} scattered"
+    sent = shape.wide * (shape.tp - 1) // shape.tp
+    ops.append(Op(name, (source,), (name, shape.hidden), keep=True, kind="collective", moved=sent))
+    return name
+
+
+def _rotate(shape: Shape, name: str, source: str, numbers: int) -> Op:
+    """Rotary positions: fp32 pieces, of which the largest set lives while they are put together."""
+    size, wide = numbers * shape.number, numbers * 4
+    copies = 0 if shape.number == 4 else 1
+    pieces = {"halves": 2 + copies, "complex": 1 + copies}[shape.profile.rope]
+    return Op(name, (source,), (name, size), temporary=(pieces * wide, pieces * wide), piece=wide, moved=2 * size)
+
+
+def _attention(shape: Shape, source: str) -> list[Op]:
+    m, T, e = shape.model, shape.tokens, shape.number
+    heads, keys = m.n_heads // shape.tp, max(m.n_kv_heads // shape.tp, 1)
+    Q, K = heads * m.head_dim, keys * m.head_dim
+    ops = [_product(shape, name, source, m.dim, n, m.qkv_bias) for name, n in (("wq", Q), ("wk", K), ("wv", K))]
+    q, k = "wq", "wk"
+    if m.qk_norm:
+        ops += _norm(shape, "q norm", q, T * heads, m.head_dim, m.head_dim)
+        ops += _norm(shape, "k norm", k, T * keys, m.head_dim, m.head_dim)
+        q, k = "q norm", "k norm"
+    ops += [_rotate(shape, "q", q, T * Q), _rotate(shape, "k", k, T * K)]
+    k, v = "k", "wv"
+    if keys < heads and shape.cp == 1:
+        for name, of in (("k heads", k), ("v heads", v)):
+            ops.append(Op(name, (of,), (name, T * Q * e), moved=2 * T * Q * e))
+        k, v = "k heads", "v heads"
+    ops += _gathered_keys(shape, k, v, T * K * e) if shape.cp > 1 and shape.documents else []
+    if shape.cp > 1 and shape.documents:
+        k, v = "k everywhere", "v everywhere"
+    travelling = 0 if shape.cp == 1 or shape.documents else 2 * shape.cp * T * K * e
+    fp32 = 0 if shape.cp == 1 or shape.documents else T * Q * 4
+    flops = 4 * T * shape.seq_len * Q // 2
+    ops.append(Op(
+        "attention", ("q", k, v), ("attention", T * Q * e), ("q", k, v, "attention", "logsumexp"),
+        (("logsumexp", T * heads * 4),), (travelling + 2 * fp32, travelling + 3 * fp32), keep=True,
+        kind="attention", flops=flops, moved=4 * T * Q * e,
+    ))  # fmt: skip
+    ops.append(_product(shape, "wo", "attention", Q, m.dim))
+    return ops
+
+
+def _gathered_keys(shape: Shape, k: str, v: str, size: int) -> list[Op]:
+    """Document masks with context parallelism: keys and values of all ranks, each head repeated."""
+    groups = shape.model.n_heads // shape.model.n_kv_heads
+    whole, sent = size * shape.cp * groups, size * (shape.cp - 1)
+    return [
+        Op(f"{name} everywhere", (of,), (f"{name} everywhere", whole), kind="collective", moved=sent,
+           temporary=(size * shape.cp if groups > 1 else 0, size * shape.cp))
+        for name, of in (("k", k), ("v", v))
+    ]  # fmt: skip
+
+
+def _feed_forward(shape: Shape, source: str) -> list[Op]:
+    units = shape.model.ffn_dim // shape.tp
+    size = shape.tokens * units * shape.number
+    return [
+        _product(shape, "w1", source, shape.model.dim, units),
+        Op("silu", ("w1",), ("silu", size), ("w1",), moved=2 * size),
+        _product(shape, "w3", source, shape.model.dim, units),
+        Op("gate", ("silu", "w3"), ("gate", size), ("silu", "w3"), moved=3 * size),
+        _product(shape, "w2", "gate", units, shape.model.dim),
+    ]
+
+
+def _keep_products(ops: list[Op], shape: Shape) -> list[Op]:
+    """Mark what recompute per operation keeps: attention, reduce-scatters, and every second product.
+
+    A product with a bias is another operation (addmm), neither counted nor kept.
+    """
+    wanted, count, marked = {"even": 0, "odd": 1}[shape.profile.kept_products], 0, []
+    for op in ops:
+        biased = shape.model.qkv_bias and op.name in ("wq", "wk", "wv")
+        if op.kind == "product" and not biased:
+            count += 1
+            op = _with(op, keep=count % 2 == wanted)
+        marked.append(op)
+    return marked
+
+
+def _compiled(ops: list[Op]) -> list[Op]:
+    """A compiled block: the partitioner keeps no result of a cheap operation, fused operations have no temporaries.
+
+    Kept are products, attention, and what products and attention read (torch: min_cut_rematerialization_partition).
+    Nothing is kept that no backward and no recomputation reads, whatever the policy says.
+    """
+    recomputed = {"silu"}  # from w1, in the kernel that multiplies
+    unread = {"out"}
+    for op in reversed(ops):
+        readers = [other for other in ops if op.output[0] in (*other.inputs, *other.saves)]
+        if all(op.output[0] not in other.saves and other.output[0] in unread for other in readers):
+            unread.add(op.output[0])
+    ops = [_with(op, keep=op.keep and op.output[0] not in unread) for op in ops]
+    return [
+        _with(op, temporary=(0, 0), saves=tuple(s if s not in recomputed else "w1" for s in op.saves))
+        if op.kind == "pointwise" else op
+        for op in ops
+    ]  # fmt: skip
+
+
+def _with(op: Op, **changes: Any) -> Op:
+    return replace(op, **changes)
+
+
+def head_program(shape: Shape) -> list[Op]:
+    """The last norm and the head; input "x", output "out": the logits."""
+    m, rows = shape.model, shape.tokens // shape.tp
+    ops = _norm(shape, "norm", "x", rows, m.dim, m.dim)
+    source = _gather(shape, ops, "norm")
+    columns = -(-m.vocab_size // shape.tp)
+    product = _product(shape, "out", source, m.dim, columns)
+    if shape.tp > 1 and not shape.profile.loss_parallel:
+        ops.append(_with(product, output=("own logits", product.output[1])))
+        sent = shape.logits * (shape.tp - 1) // shape.tp
+        return [*ops, Op("logits gathered", ("own logits",), ("out", shape.logits), kind="collective", moved=sent)]
+    return [*ops, product]

@@ -1,0 +1,239 @@
+"""From a list of operations to allocations and frees in their order: what autograd and recompute do with it.
+
+An event is (name, offset, bytes): bytes > 0 allocates, < 0 frees; `offset` 1 means the next unit's (embedding, block,
+head). A segment sums its events up, so that a step of thousands of operations costs a few additions.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from estimation.program import Op
+
+Mode = Literal["none", "full", "op"]
+
+
+class Event(NamedTuple):
+    """An allocation (size > 0) or a free (size < 0)."""
+
+    name: str
+    offset: int
+    size: int
+    term: str
+    pool: str = "main"
+
+
+POOLS = ("main", "gather", "reduce")  # the streams that allocate: compute, FSDP's all-gather, FSDP's reduce-scatter
+_PLACE = {pool: place for place, pool in enumerate(POOLS, start=1)}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Events, or other segments, that run one after the other.
+
+    Attributes:
+        delta: bytes that stay when it is over: in all, and of each pool.
+        rise: largest number of bytes on top of the start, at any time in it, likewise.
+    """
+
+    events: tuple[Event, ...]
+    parts: tuple["Segment", ...]
+    delta: tuple[int, ...]
+    rise: tuple[int, ...]
+    label: str = ""
+
+    @staticmethod
+    def of(events: Iterable[Event], label: str = "") -> "Segment":
+        events = tuple(events)
+        now, rise, total, highest = [0, 0, 0, 0], [0, 0, 0, 0], 0, 0
+        for _, _, size, _, pool in events:
+            index = _PLACE[pool]
+            total += size
+            now[index] += size
+            if size > 0:
+                highest = max(highest, total)
+                rise[index] = max(rise[index], now[index])
+        return Segment(events, (), (total, *now[1:]), (highest, *rise[1:]), label)
+
+    @staticmethod
+    def join(parts: Iterable["Segment"], label: str = "") -> "Segment":
+        parts = tuple(parts)
+        now, rise = [0, 0, 0, 0], [0, 0, 0, 0]
+        for part in parts:
+            for index in range(4):
+                rise[index] = max(rise[index], now[index] + part.rise[index])
+                now[index] += part.delta[index]
+        return Segment((), parts, tuple(now), tuple(rise), label)
+
+    def up_to_rise(self) -> "tuple[Counter[tuple[str, str]], str]":
+        """Bytes of each (term, name) up to the highest point, and the label of the part that reaches it."""
+        found: Counter[tuple[str, str]] = Counter()
+        now = 0
+        for index, part in enumerate(self.parts):
+            if now + part.rise[0] == self.rise[0]:
+                found, label = part.up_to_rise()
+                found.update(Segment.join(self.parts[:index]).total())
+                return found, f"{self.label} {label}".strip()
+            now += part.delta[0]
+        for event in self.events:
+            if now == self.rise[0]:
+                break
+            now += event.size
+            found[event.term, event.name] += event.size
+        return found, self.label
+
+    def total(self) -> "Counter[tuple[str, str]]":
+        """Bytes of each (term, name) that stay."""
+        found: Counter[tuple[str, str]] = Counter()
+        for event in self.events:
+            found[event.term, event.name] += event.size
+        times = Counter(map(id, self.parts))
+        for part in {id(part): part for part in self.parts}.values():
+            for key, size in part.total().items():
+                found[key] += size * times[id(part)]
+        return found
+
+
+def sizes_of(ops: Sequence[Op]) -> dict[str, int]:
+    """Bytes of every tensor that `ops` make."""
+    return {name: size for op in ops for name, size in (op.output, *op.extra)}
+
+
+def kept(ops: Sequence[Op], mode: Mode) -> set[str]:
+    """The tensors of a forward that wait for the backward."""
+    if mode == "none":
+        return {name for op in ops for name in op.saves}
+    if mode == "full":
+        return {"x"}
+    return {"x"} | {name for op in ops if op.keep for name in (op.output[0], *(extra for extra, _ in op.extra))}
+
+
+def forward(
+    ops: Sequence[Op], x_size: int, keep: set[str], term: str, *, made: set[str] | None = None, prefix: str = ""
+) -> list[Event]:
+    """Allocations and frees of one pass; `made` are there already (a recomputation finds what was kept).
+
+    Kept tensors count as `term`, all others as "forward". The last output stays: it is the next unit's "x". `x_size` is
+    bytes of the input.
+    """
+    made, sizes = made or set(), {"x": x_size, **sizes_of(ops)}
+    last_use = {name: index for index, op in enumerate(ops) for name in op.inputs}
+    events: list[Event] = []
+
+    def add(name: str, sign: int) -> None:
+        owner, offset = ("x", 1) if name == "out" else (name if name == "x" else prefix + name, 0)
+        kind = term if name in keep or name in ("x", "out") else "forward"
+        events.append(Event(owner, offset, sign * sizes[name], kind))
+
+    for index, op in enumerate(ops):
+        if op.output[0] not in made:
+            if op.temporary[0]:
+                events += _at_work(op, 0, 1)
+            for name in (op.output[0], *(extra for extra, _ in op.extra)):
+                add(name, 1)
+            if op.temporary[0]:
+                events += _at_work(op, 0, -1)
+        for name, _ in op.extra:
+            if name not in keep and name not in made:
+                add(name, -1)
+        for name in op.inputs:
+            if last_use[name] == index and name not in keep and name not in made:
+                add(name, -1)
+    return events
+
+
+def _at_work(op: Op, direction: int, sign: int) -> list[Event]:
+    """An operation's own temporaries; direction 0 is its forward, 1 its backward."""
+    size = op.temporary[direction]
+    piece = op.piece or size
+    event = Event(f"{op.name} at work", 0, sign * piece, ("forward", "backward")[direction])
+    rest = size % piece
+    return [event] * (size // piece) + ([event._replace(size=sign * rest)] if rest else [])
+
+
+def recomputation(ops: Sequence[Op], early_stop: bool) -> Sequence[Op]:
+    """The operations that run again: with early stop, up to the last that makes something for the backward."""
+    if not early_stop:
+        return [op for op in ops if op.output[0] != "out"]
+    needed = {name for op in ops for name in op.saves}
+    last = max(i for i, op in enumerate(ops) if op.output[0] in needed or any(name in needed for name, _ in op.extra))
+    return ops[: last + 1]
+
+
+def backward(
+    ops: Sequence[Op], x_size: int, mode: Mode, *, early_stop: bool = True, gradient_term: str = "reduce-scatter"
+) -> list[Event]:
+    """Allocations and frees of a unit's backward, recomputation included.
+
+    The gradient of the output is there as ("dx", +1) and is freed; that of "x" is left as ("dx", 0).
+    """
+    sizes = {"x": x_size, **sizes_of(ops)}
+    needed = {name for op in ops for name in op.saves}
+    stored = kept(ops, mode)
+    events: list[Event] = []
+    if mode != "none":
+        events += forward(
+            recomputation(ops, early_stop),
+            sizes["x"],
+            needed | stored,
+            "recompute",
+            made=stored - {"x"},
+            prefix="again ",
+        )
+    left = Counter(name for op in ops for name in op.saves)
+    storage: dict[str, str] = {}  # whose gradient lies where: an operation that passes it on shares one
+    holders: Counter[str] = Counter()
+
+    def claim(value: str, at: str) -> None:
+        storage[value] = at
+        holders[at] += 1
+
+    def release(value: str) -> None:
+        at = storage.pop(value)
+        holders[at] -= 1
+        if not holders[at]:
+            offset = 1 if at == "out" else 0
+            events.append(Event("dx" if at in ("out", "x") else f"d {at}", offset, -sizes[at], "backward"))
+
+    def free_saved(name: str) -> None:
+        left[name] -= 1
+        if left[name]:
+            return
+        if name in stored and not (mode != "none" and name == "x"):
+            events.append(Event(name, 0, -sizes[name], "activations"))
+        elif name not in stored:
+            term = "recompute" if mode != "none" else "activations"
+            events.append(Event(f"again {name}" if mode != "none" else name, 0, -sizes[name], term))
+
+    claim("out", "out")
+    for op in reversed(ops):
+        if op.temporary[1]:
+            events += _at_work(op, 1, 1)
+        for name in op.inputs:
+            if op.passes:
+                if name not in storage:
+                    claim(name, storage[op.output[0]])
+                continue
+            events.append(Event("dx" if name == "x" else f"d {name}", 0, sizes[name], "backward"))
+            if name in storage and storage[name] != name:  # added to a gradient that came from elsewhere
+                release(name)
+                claim(name, name)
+            elif name in storage:
+                events.append(Event("dx" if name == "x" else f"d {name}", 0, -sizes[name], "backward"))
+            else:
+                claim(name, name)
+        if op.weight:
+            events.append(Event(f"gradient of {op.name}", 0, op.weight, gradient_term))
+        if op.bias:
+            events.append(Event(f"gradient of {op.name}.bias", 0, op.bias, gradient_term))
+        if op.temporary[1]:
+            events += _at_work(op, 1, -1)
+        release(op.output[0])
+        for name in op.saves:
+            free_saved(name)
+    if mode != "none":
+        events.append(Event("x", 0, -sizes["x"], "activations"))
+        for name in stored - needed - {"x"}:  # kept by the recompute policy, but read by no backward
+            events.append(Event(name, 0, -sizes[name], "activations"))
+    return events

@@ -1,0 +1,190 @@
+"""The formula against sizes worked out by hand, and against rules that hold for every composition."""
+
+import random
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from estimation.formula import memory_of
+from estimation.groups import local_rows
+from estimation.job import Job, job_of
+from estimation.profiles import TITAN_2024_12, TITAN_LIKE
+from estimation.program import Shape, block_program
+from estimation.schedules import Action, single_stage
+from estimation.tape import Segment, backward, forward, kept
+from titan_like.config import load_config
+from titan_like.models.flavors import resolve
+
+MIB, GIB = 2**20, 2**30
+LLAMA_8B = resolve("llama3", "8B")
+ONE_PASS = ((Action("F", 0, 0), Action("B", 0, 0)),)
+
+
+def job(*argv: str, world_size: int = 8) -> Job:
+    return job_of(load_config(argv), world_size)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "parts"), [(10, 4, [3, 3, 3, 1]), (5, 4, [2, 2, 1, 0]), (8, 4, [2, 2, 2, 2])]
+)
+def test_rows_are_cut_as_torch_chunk_cuts_them(rows, ranks, parts):
+    assert [local_rows(rows, ranks, rank) for rank in range(ranks)] == parts
+
+
+def test_resident_bytes_of_8b_on_8_ranks():
+    """8,030,261,248 parameters, each dim divisible by 8; 32 blocks of 9, embedding, norm and head: 291 tensors."""
+    resident = memory_of(job("--model.flavor=8B"))[0].resident
+    assert resident.parameters == resident.gradients == 8_030_261_248 * 4 // 8
+    assert resident.optimizer == 8_030_261_248 + 4 * 291
+
+
+def test_parts_are_padded_to_the_longest():
+    """On 3 ranks the debug model's rows are padded: 128 to 129, 64 to 66, 384 is whole, 4096 to 4098."""
+    block = 2 * 43 + 43 * 128 * 2 + 22 * 128 * 2 + 43 * 384 + 2 * 128 * 128
+    tables = 2 * 1366 * 128 + 43
+    assert memory_of(job(world_size=3))[0].resident.parameters == 4 * (4 * block + tables)
+
+
+# An 8B block in bf16: D = Q = 4096, K = 1024, F = 14336; for 8,192 tokens, 4096 numbers a token are 64 MiB.
+BLOCK_MIB = {
+    # x, n1, q, k heads, v heads, attention, h, n2: 8 x 64; w1, silu, w3, gate: 4 x 224; log-sum-exp 1; 2 norms of 1/32
+    ("none", False): 8 * 64 + 4 * 224 + 1 + 2 / 32,
+    ("none", True): 8 * 64 + 3 * 224 + 1 + 2 / 32,  # silu is computed again
+    ("op", False): 64 + 64 + 1 + 16 + 64 + 224,  # x, attention, log-sum-exp, and the products wk, wo, w3
+    ("op", True): 64 + 64 + 1 + 16 + 64 + 224,
+    ("full", False): 64,
+}
+
+
+@pytest.mark.parametrize(("mode", "is_compiled"), BLOCK_MIB)
+def test_activations_of_a_block(mode, is_compiled):
+    shape = Shape(LLAMA_8B, 1, 8192, compiled=is_compiled, profile=TITAN_LIKE)
+    ops = block_program(shape)
+    made = Segment.of(forward(ops, shape.hidden, kept(ops, mode), "activations"))
+    assert made.delta[0] / MIB == BLOCK_MIB[mode, is_compiled]
+    # The backward frees them and the gradient of the output, and leaves those of the input and of the weights.
+    freed = Segment.of(backward(ops, shape.hidden, mode))
+    weights = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
+    assert made.delta[0] + freed.delta[0] == weights
+
+
+def test_the_other_products_are_kept_by_torchtitan():
+    """wq 64, wv 16, w1 224, w2 64, with x, attention and log-sum-exp: 497 MiB; compiled, w2 is read by nobody."""
+    for is_compiled, expected in ((False, 497), (True, 433)):
+        shape = Shape(LLAMA_8B, 1, 8192, compiled=is_compiled, profile=TITAN_2024_12)
+        ops = block_program(shape)
+        assert Segment.of(forward(ops, shape.hidden, kept(ops, "op"), "activations")).delta[0] == expected * MIB
+
+
+def test_a_published_peak():
+    """torchtitan 6a6f755d2: llama3 8B, 8 GPUs, selective recompute, peak active memory 41.17145 GiB."""
+    run = Job(
+        LLAMA_8B, rows=1, batch_rows=1, seq_len=8192, accumulation=1, replicate=1, fsdp=8, cp=1, tp=1,
+        stages=(range(32),), actions=ONE_PASS, recompute="op", profile=TITAN_2024_12,
+    )  # fmt: skip
+    assert memory_of(run)[0].peak.allocated / GIB == pytest.approx(41.17145, abs=0.005)
+
+
+def test_the_peak_of_a_whole_loss_is_three_fp32_copies_of_the_logits():
+    memory = memory_of(job("--model.flavor=8B", "--training.seq_len=8192", "--activation_checkpoint.mode=full"))[0]
+    logits = 8192 * 128_256 * 4
+    names = ("log-probabilities", "picked gradient", "d fp32 logits")
+    assert [memory.peak.terms["logits/loss", name] for name in names] == [logits] * 3
+    assert memory.peak.label == "backward loss"
+    assert memory.peak.terms["activations", "x"] == 33 * 8192 * 4096 * 2
+    assert sum(memory.peak.terms.values()) == memory.peak.allocated
+
+
+def test_1f1b_order():
+    """Rank 2 of 4 starts two forwards, then alternates."""
+    kinds = [f"{kind}{micro_batch}" for kind, _, micro_batch in single_stage("1F1B", 4, 2, 4)]
+    assert kinds == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("1F1B", [2, 1]), ("GPipe", [4, 4])])
+def test_activations_in_flight(schedule, in_flight):
+    """Full recompute keeps one hidden state per layer (2 of 4) and micro-batch, and one for the stage's output."""
+    ranks = memory_of(
+        job("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4", "--training.seq_len=256",
+            "--activation_checkpoint.mode=full", f"--parallelism.pipeline_parallel_schedule={schedule}", world_size=2)
+    )  # fmt: skip
+    for rank, count in zip(ranks, in_flight, strict=True):
+        now = highest = 0
+        for action in rank.actions:
+            now += {"F": 1, "B": -1}[action.kind]
+            highest = max(highest, now)
+        assert highest == count
+    hidden = 256 * 128 * 2
+    assert ranks[0].stages[0].forward(gathers=False).total()["activations", "x"] == 3 * hidden
+
+
+def _random_jobs(count: int) -> list[Job]:
+    """Valid compositions; the seed is fixed."""
+    draw = random.Random(0)
+    jobs = []
+    while len(jobs) < count:
+        pp, tp, cp, shard, replicate = (draw.choice(sizes) for sizes in ((1, 1, 2), (1, 2), (1, 2), (1, 2, 3), (1, 2)))
+        schedule = draw.choice(["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"])
+        name, flavor = draw.choice([("llama3", "debug"), ("qwen2", "debug"), ("qwen3", "debug")])
+        is_split = pp > 1 and schedule == "ZBVZeroBubble"  # which composes with less
+        recompute = draw.choice(["none"] if is_split else ["none", "selective", "full"])
+        reduced, always = draw.choice(["float32", "bfloat16"]), [] if is_split else ["always"]
+        rows = draw.choice([4, 8]) if pp > 1 else draw.choice([1, 3])
+        argv = [
+            f"--model.name={name}", f"--model.flavor={flavor}", f"--training.local_batch_size={rows}",
+            f"--parallelism.pipeline_parallel_degree={pp}", f"--parallelism.tensor_parallel_degree={tp}",
+            f"--parallelism.context_parallel_degree={cp}", f"--parallelism.data_parallel_replicate_degree={replicate}",
+            f"--training.mixed_precision_param={draw.choice(['float32', 'bfloat16'])}", "--training.seq_len=64",
+            f"--activation_checkpoint.mode={recompute}", f"--training.mixed_precision_reduce={reduced}",
+            f"--training.global_batch_size={rows * shard * replicate * draw.choice([1, 2, 5])}",
+            f"--parallelism.fsdp_reshard_after_forward={draw.choice(['default', 'never', *always])}",
+            f"--parallelism.data_parallel_shard_degree={shard}",
+        ]  # fmt: skip
+        argv += [f"--parallelism.pipeline_parallel_schedule={schedule}"] if pp > 1 else []
+        jobs.append(job_of(load_config(argv), pp * tp * cp * shard * replicate))
+    return jobs
+
+
+def test_what_a_step_leaves_is_what_stays():
+    """After the last backward only resident memory, the batch and receive buffers are there."""
+    for run in _random_jobs(60):
+        for memory in memory_of(run):
+            left = memory.start.delta[0] + sum(segment.delta[0] for segment in memory.steps())
+            buffers = sum(stage.receive_buffers for stage in memory.stages.values())
+            padding = left - memory.resident.total - run.input_bytes - buffers
+            # Gradients are views of padded buffers.
+            assert padding == (memory.resident.parameters - memory.resident.gradients if run.wrapped else 0), run
+            assert memory.peak.allocated >= left
+            assert sum(memory.peak.terms.values()) == memory.peak.allocated
+            assert all(size > 0 for size in memory.peak.terms.values()), memory.peak.terms
+
+
+def test_every_tensor_is_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs/memory.md").read_text()
+    words = set(re.findall(r"[\w.-]+", text))
+    for run in _random_jobs(40):
+        for memory in memory_of(run):
+            for segment in (memory.start, *memory.steps()):
+                for _, name in segment.total():
+                    if not name.startswith(("gradient of ", "sum of ")):  # a parameter's name follows
+                        plain = name.removeprefix("again ").removeprefix("d ").removesuffix(" at work")
+                        assert plain in text or set(plain.split()) <= words, name
+
+
+def test_it_is_fast():
+    config = load_config(["--model.flavor=8B", "--training.seq_len=8192", "--activation_checkpoint.mode=selective"])
+    seconds = []
+    for _ in range(10):
+        started = time.process_time()
+        assert memory_of(job_of(config, 8))[0].peak.allocated
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.005
+
+
+def test_fewer_ranks_hold_more():
+    run = job("--model.flavor=8B")
+    small, large = (memory_of(replace(run, fsdp=ranks))[0].peak.allocated for ranks in (8, 64))
+    assert large < small

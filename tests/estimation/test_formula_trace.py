@@ -1,0 +1,33 @@
+"""The formula against the trace: resident bytes equal, peaks within 3 %."""
+
+import pytest
+
+from estimation.formula import memory_of
+from estimation.job import job_of
+from estimation.profiles import TITAN_LIKE, TITAN_LIKE_CPU
+from estimation.trace import trace
+from titan_like.config import load_config
+
+SMALL = ["--training.seq_len=256"]
+CASES = {
+    "selective, GPU kernels": (4, True, ["--activation_checkpoint.mode=selective"]),
+    "full recompute, accumulation, fp32": (
+        4, False,
+        ["--activation_checkpoint.mode=full", "--training.global_batch_size=8",
+         "--training.mixed_precision_param=float32"],
+    ),
+    "tensor x shard": (4, False, ["--parallelism.tensor_parallel_degree=2"]),
+    "one rank, QK-norm, tied": (1, True, ["--model.name=qwen3", "--training.local_batch_size=2"]),
+    "pipeline": (2, True, ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_formula_and_trace_agree(case):
+    world_size, is_gpu, argv = CASES[case]
+    config = load_config([*SMALL, *argv])
+    for memory in memory_of(job_of(config, world_size, TITAN_LIKE if is_gpu else TITAN_LIKE_CPU)):
+        formula = memory.report()
+        traced = trace(config, world_size, formula.rank, gpu=is_gpu)
+        assert formula.resident == traced.resident
+        assert formula.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.03)

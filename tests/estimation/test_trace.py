@@ -1,0 +1,182 @@
+"""Traced memory against hand counts, and against real tensors in a fake world, measured by the allocator."""
+
+import gc
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from estimation.kernels import held_messages
+from estimation.trace import STEPS, fake_world, report, trace, track, wrap
+from estimation.tracker import Tracker
+from estimation.types import ALL_GATHER, LOSS, RECOMPUTE, TRANSIENT, MemoryReport
+from tests.distributed.compositions import CSV, MATRIX, composition
+from tests.estimation.cpu_memory import CpuMemory
+from titan_like.config import Config
+from titan_like.fake import train
+
+FAST = (
+    (1, "dtype=bfloat16 recompute=selective"),
+    (2, "global=16 reshard=never"),
+    (2, "documents=true recompute=full"),
+    (2, "tp=2"),
+    (2, "cp=2"),
+    (2, "pp=2 tied=true schedule=ZBVZeroBubble"),
+    (4, "shard=2 tp=2 dtype=bfloat16 global=16"),
+    (4, "pp=2 shard=2 schedule=1F1B global=16"),
+    (4, "pp=2 cp=2 schedule=Interleaved1F1B"),
+)
+ALL = [(world, line) for world, lines in MATRIX.items() for line in lines if "compile" not in line]
+
+
+def tracked(config: Config, world_size: int, rank: int, *, fake: bool) -> tuple[Tracker, int]:
+    """The tracker after two steps, and bytes of the buffers that were there before it."""
+    with fake_world(world_size, rank):
+        model = wrap(config)
+        with held_messages(until_wait=False):
+            tracker = track(model, config, FakeTensorMode(allow_non_fake_inputs=True) if fake else None)
+    return tracker, 0 if model.sequence_index is None else model.sequence_index.nbytes
+
+
+def measured(config: Config, world_size: int, rank: int) -> CpuMemory:
+    """The same two steps on real tensors."""
+    with fake_world(world_size, rank):
+        model = wrap(config)
+        gc.collect()
+        with held_messages(until_wait=False), CpuMemory() as memory:
+            train(model, config, STEPS)
+    return memory
+
+
+def assert_exact(config: Config, world_size: int, rank: int) -> None:
+    tracker, buffers = tracked(config, world_size, rank, fake=True)
+    traced = report(tracker, world_size, rank, buffers, gpu=False)
+    memory = measured(config, world_size, rank)
+    memory.read(tracker.operations)
+    assert memory.peak + buffers == traced.peak_bytes, memory.temporaries
+    assert sum(traced.at_peak.values()) == traced.peak_bytes
+
+
+@pytest.mark.parametrize(("world", "line"), FAST, ids=str)
+def test_the_peak_is_that_of_real_kernels_to_the_byte(world: int, line: str) -> None:
+    for rank in {0, world - 1}:
+        assert_exact(composition(line), world, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world", "line"), ALL, ids=str)
+def test_every_composition_to_the_byte(world: int, line: str, tmp_path: Path) -> None:
+    schedule = tmp_path / "by_hand.csv"
+    schedule.write_text(CSV)
+    rank = len(line) % world  # some rank, not always the first
+    assert_exact(composition(line.format(csv=schedule)), world, rank)
+
+
+@pytest.mark.parametrize(
+    "line", ["batch=4", "dtype=bfloat16 recompute=selective", "pp=2 schedule=ZBVZeroBubble", "documents=true"]
+)
+def test_every_category_is_that_of_real_tensors(line: str) -> None:
+    real, fake = (report(tracked(composition(line), 2, 0, fake=f)[0], 2, 0, 0, gpu=False) for f in (False, True))
+    assert real == fake
+
+
+@pytest.mark.parametrize("line", ["batch=16", "batch=16 dtype=bfloat16", "batch=16 recompute=full"])
+def test_what_kernels_allocate_inside_is_below_one_percent_of_the_peak(line: str) -> None:
+    """Sequences of 512 and a vocabulary of 4096: closer to real sizes than the other cases."""
+    base = composition(line)
+    config = base.model_copy(
+        update={
+            "training": base.training.model_copy(update={"seq_len": 512}),
+            "model": base.model.model_copy(update={"overrides": {**base.model.overrides, "vocab_size": 4096}}),
+        }
+    )
+    peak, memory = trace(config, 2, 0, gpu=False).peak_bytes, measured(config, 2, 0)
+    assert peak <= memory.peak <= 1.01 * peak
+
+
+def small() -> MemoryReport:
+    """Two ranks of FSDP in fp32: 4 blocks, D 32, 4 heads of 8, 2 kv heads, F 48, V 64, B 4, S 32."""
+    return trace(composition("batch=4"), 2, 0, gpu=False)
+
+
+def test_resident_memory_counted_by_hand() -> None:
+    # A block: 32 x 8 x (4 + 2 + 2 + 4) + 3 x 32 x 48 + 2 x 32 = 7744; tables 2 x 64 x 32; last norm 32: 35104 numbers.
+    resident = small().resident
+    assert resident.parameters == resident.gradients == 35_104 * 4 // 2
+    # Two moments; one fp32 step counter for each of 4 x 9 + 3 tensors.
+    assert resident.optimizer == 2 * 35_104 * 4 // 2 + 39 * 4
+    assert resident.buffers == 0
+
+
+def test_activations_under_full_recompute_counted_by_hand() -> None:
+    """Only the input of each block (the output of the one before it) stays, B x S x D in fp32."""
+    activations = trace(composition("recompute=full"), 2, 0, gpu=False).activations
+    hidden = 4 * 32 * 32 * 4
+    for module in ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3"):
+        assert activations[module] == hidden
+    assert activations["decoder"] == 2 * 4 * 32 * 4 * 4  # cos and sin, B x S x H/2 in fp32
+    # Last norm, composed on the CPU: x / rms and its product with the weight, and one number per row.
+    assert activations["norm"] == 2 * hidden + 4 * 32 * 4
+    assert set(activations) == {"tok_embeddings", "decoder", "norm", *(f"layers.{i}" for i in range(4))}
+
+
+def test_transient_memory_counted_by_hand() -> None:
+    traced = trace(composition("recompute=full"), 2, 0, gpu=False)
+    assert set(traced.transient) == set(TRANSIENT)
+    block = 7744 * 4
+    assert traced.transient[ALL_GATHER] == 3 * block  # two blocks gathered, and the flat buffer of a third
+    assert traced.transient[LOSS] >= 3 * 4 * 32 * 64 * 4  # logits, log-probabilities and a gradient, B x S x V
+    assert 0 < traced.transient[RECOMPUTE] < traced.peak_bytes
+    assert trace(composition("batch=4"), 2, 0, gpu=False).transient[RECOMPUTE] == 0
+
+
+def test_the_peak_is_in_the_second_step_and_says_where() -> None:
+    moment = small().moment
+    assert (moment.step, moment.phase) == (2, "backward")
+    assert "step 2, backward of loss" in str(moment)
+
+
+def test_each_stage_of_a_pipeline_has_its_own_report() -> None:
+    first, last = (trace(composition("pp=2 batch=8"), 2, rank, gpu=False) for rank in (0, 1))
+    assert first.transient[LOSS] < last.transient[LOSS]
+    assert first.activations["layers.0"] > 0 and "layers.0" not in last.activations
+
+
+def test_gpu_attention_and_norms_keep_less() -> None:
+    """In bf16: the composed norm keeps two fp32 copies of its input, the fused one a number per row."""
+    config = composition("dtype=bfloat16")
+    cpu, gpu = (trace(config, 2, 0, gpu=gpu) for gpu in (False, True))
+    rows = 4 * 32
+    assert gpu.activations["layers.0.ffn_norm"] == rows * (32 * 2 + 4)  # its output in bf16 and 1 / rms in fp32
+    assert cpu.activations["layers.0.ffn_norm"] > gpu.activations["layers.0.ffn_norm"]
+    assert gpu.reserved_bytes >= gpu.peak_bytes and cpu.reserved_bytes == cpu.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "line", ["tp=2 documents=true dtype=bfloat16", "cp=2 documents=true", "cp=2 dtype=bfloat16", "tp=2"]
+)
+def test_every_attention_can_be_traced_as_a_gpu_runs_it(line: str) -> None:
+    assert trace(composition(line), 2, 1, gpu=True).peak_bytes > 0
+
+
+def test_what_is_left_out_is_said() -> None:
+    notes = " ".join(trace(composition("compile=true"), 2, 0, gpu=True).not_included)
+    assert "compilation" in notes and "CUDA context" in notes
+
+
+def test_counting_the_shape_propagation_of_dtensor_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof can fail: DTensor runs operations in full size for their shapes, which must not count."""
+    config = composition("tp=2")
+    right, _ = tracked(config, 2, 0, fake=True)
+    monkeypatch.setattr(Tracker, "_pause", lambda self: nullcontext())
+    wrong, _ = tracked(config, 2, 0, fake=True)
+    assert len(wrong.events) > len(right.events)
+
+
+def test_a_process_group_is_left_behind_by_no_trace() -> None:
+    with pytest.raises(ValueError, match="mesh_sizes"):
+        trace(composition("shard=3"), 2, 0, gpu=False)
+    assert not torch.distributed.is_initialized()

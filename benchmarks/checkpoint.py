@@ -97,7 +97,7 @@ def report(seconds: dict[str, list[float]], gigabytes: float) -> None:
         print(f"{name:<28} {best[name]:7.3f} s  {gigabytes / best[name]:6.2f} GB/s   (median {middle:.3f} s)")
     first = best["hold-up, first"] / best["plain copy into new memory"]
     print(f"\na save in the background holds the first step up for {first:.2f} times a plain copy into new memory,")
-    if "hold-up" in median:
+    if "hold-up" in best:
         print(f"the later ones for {best['hold-up'] / best['plain copy']:.2f} times a plain copy (goal: 1.2)")
     ratio = best["save"] / (best["dcp.save"] + best["hashing"])
     print(f"a save costs {ratio:.2f} times dcp.save and hashing (goal: 1.3)")

@@ -164,7 +164,9 @@ class Tracker(TorchDispatchMode):
             return False
         storage = gradient.untyped_storage()
         users = torch._C._storage_Use_Count(storage._cdata)  # the tensor, and this function's handle
-        return users == 2 and gradient.shape == other.shape and gradient.dtype == other.dtype
+        found = self._live.get(storage._cdata)  # what a pipeline received is its own buffer
+        is_own = found is not None and found[1].phase in ("backward", "recompute") and users == 2
+        return is_own and gradient.shape == other.shape and gradient.dtype == other.dtype
 
     def start_training(self) -> None:
         """The weights are there; from now on phases are forward, backward, recompute and optimizer."""

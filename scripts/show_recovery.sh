@@ -46,4 +46,4 @@ say "One rank goes on by itself, with the same 8 sequences per step: from the ne
 NPROC=1 ./run_train.sh "${SETTINGS[@]}" --checkpoint.resume auto
 
 say "What the model writes now:"
-"$PYTHON" scripts/generate.py --checkpoint "$RUN/checkpoint" --prompt "def " --tokens 40 --temperature 0
+"$PYTHON" scripts/generate.py --checkpoint "$RUN/checkpoint" --prompt "def " --tokens 40

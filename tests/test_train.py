@@ -80,6 +80,7 @@ def test_what_cannot_run_as_asked_is_exit_code_2(
 
 
 def test_an_unwritable_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R079."""
     (folder / "file").write_text("")
     argv = arguments(folder / "file" / "run", data__train=folder / "train")
     assert failing(argv) == 2
@@ -89,10 +90,10 @@ def test_an_unwritable_folder(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_failure_while_running_is_exit_code_1(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(trainer: Trainer) -> None:
+    def full(trainer: Trainer, *, must: bool) -> None:
         raise CheckpointError("the disk is full; make room\nand again")
 
-    monkeypatch.setattr(Trainer, "_save", full)
+    monkeypatch.setattr(Trainer, "_save_if_due", full)
     assert failing(arguments(folder / "run", checkpoint__enable=True)) == 1
     assert capsys.readouterr().err == "error: the disk is full; make room\nerror: and again\n"
 

@@ -42,7 +42,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_gib(device: torch.device, *, reset: bool = True) -> dict[str, float]:
-    """Peak memory since the last call with `reset`, GiB: active and reserved on a GPU; a process's resident set on CPU."""
+    """GiB: peaks of active and reserved since the last call with `reset` on a GPU, the resident set now on CPU."""
     if device.type != "cuda":
         return {"rss": psutil.Process().memory_info().rss / 2**30}
     stats = torch.cuda.memory_stats(device)

@@ -149,7 +149,7 @@ def test_the_saved_config_repeats_the_run(folder: Path) -> None:  # R147
     [
         ({"model__overrides__n_layers": 3, "model__overrides__ffn_dim": 48},
          r"step-6 holds another model \(n_layers is 2, not 3; ffn_dim is 32, not 48\); set the model as it was"),
-        ({"data__seed": 1}, r"step-6 was trained with other settings \(data.seed was 0, is 1\), so this would be another"),
+        ({"data__seed": 1}, r"step-6 was trained with other settings \(data.seed was 0, is 1\), so this would be"),
         ({"training__seq_len": 8}, r"other settings \(training.seq_len was 16, is 8\)"),
         ({"optimizer__betas": "0.9,0.99", "training__max_norm": 2.0},
          r"\(training.max_norm was 1.0, is 2.0; optimizer.betas was \[0.9, 0.95\], is \(0.9, 0.99\)\)"),

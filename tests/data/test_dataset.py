@@ -183,6 +183,7 @@ def test_check_names_every_problem_of_the_files(tmp_path):
 
 
 def test_check_names_tokenizer_vocabulary_and_length(tmp_path):
+    """R038, and shards of another tokenizer."""
     prefix = shard(tmp_path / "a", [[1, 2, 3]], documents=1)
     (tmp_path / "other.model").write_bytes(b"any")
     length, tokenizer, vocabulary = check_data([prefix], 8, 256, tmp_path / "other.model")

@@ -20,7 +20,6 @@ class CpuMemory:
         changes: bytes allocated (positive) and freed (negative), in order.
         peak: the largest number of live bytes.
         temporaries: largest number of bytes that one call allocated and freed itself, by operation; not in `changes`.
-        late: largest allocation that another thread freed: the collective it took part in held it for a while.
         transport: bytes allocated for collectives, by collective or by other threads; not in `changes`.
     """
 
@@ -43,7 +42,6 @@ class CpuMemory:
         owner: dict[int, tuple[int, int, Call]] = {}  # by address: index in changes, bytes, who allocated
         changes: list[int] = []
         inside: Counter[Call] = Counter()
-        self.late = 0
         self.transport: Counter[str] = Counter()
         for event, path in self._found[1:]:
             size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
@@ -61,7 +59,6 @@ class CpuMemory:
                     inside[call] += size
                 else:
                     changes.append(-size)
-                    self.late = max(self.late, size if event.start_tid != here else 0)
         self.changes = [size for size in changes if size]
         self.peak = max(accumulate(self.changes))
         self.temporaries: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """One of several gloo processes: real training steps, measured, beside the trace of the same rank.
 
 Started by torchrun with lines of tests/distributed/compositions.py; appends
-{line, rank, measured, traced, late, transport} to the file named first.
+{line, rank, measured, traced, unseen, transport} to the file named first.
 """
 
 import gc
@@ -41,7 +41,7 @@ def main(path: str, *lines: str) -> None:
             "rank": rank,
             "measured": memory.peak + buffers,
             "traced": report(tracker, world_size, rank, buffers, gpu=False).peak_bytes,
-            "late": memory.late,
+            "unseen": sum(memory.changes) - sum(sign * record.size for sign, record in tracker.events),
             "transport": memory.transport,
         }
         with Path(path).open("a") as file:

@@ -65,6 +65,27 @@ def test_the_peak_is_that_of_real_kernels_to_the_byte(world: int, line: str) -> 
         assert_exact(composition(line), world, rank)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "global=16 reshard=never",
+        "dtype=bfloat16 recompute=full",
+        "recompute=selective",
+        "shard=1 replicate=2",
+        "cp=2",
+        "cp=2 documents=true",
+    ],
+)
+def test_every_allocation_and_release_comes_in_the_order_of_real_kernels(line: str) -> None:
+    """So every category is right at every moment, for each is a sum over these events. Scalars are left out: kernels
+    make some from Python numbers."""
+    tracker, _ = tracked(composition(line), 2, 0, fake=True)
+    memory = measured(composition(line), 2, 0)
+    memory.read(tracker.operations)
+    traced = [sign * record.size for sign, record in tracker.events if record.size >= 64]
+    assert [change for change in memory.changes if abs(change) >= 64] == traced
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("world", "line"), ALL, ids=str)

@@ -31,7 +31,8 @@ SCALARS = 64  # bytes: numbers that were all-reduced and that a thread of gloo h
 def test_two_gloo_processes_use_what_was_traced(tmp_path: Path) -> None:
     """What gloo allocates inside its collectives comes on top, and is told apart by the collective that did.
 
-    Its threads may also let go of a tensor late: of no more than the largest one that they freed.
+    The profiler does not see when a thread of gloo lets go of a gathered buffer: such bytes are left at the end, and
+    bound the difference.
     """
     path = tmp_path / "found.jsonl"
     command = [
@@ -44,6 +45,7 @@ def test_two_gloo_processes_use_what_was_traced(tmp_path: Path) -> None:
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(found) == 2 * len(LINES)
     for entry in found:
-        assert 0 <= entry["measured"] - entry["traced"] <= SCALARS + entry["late"], entry
+        unseen = max(entry["unseen"], 0) if entry["transport"] else 0
+        assert 0 <= entry["measured"] - entry["traced"] <= SCALARS + unseen, entry
     sharded = next(entry for entry in found if entry["line"] == "batch=4")
     assert {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"} <= set(sharded["transport"])

@@ -135,7 +135,7 @@ def test_main_prepares_the_default_corpus_and_prints_the_folders(
     launch.main(["--job.dump_folder", "my run"])
     assert asked == [["data/stdlib/train", "data/stdlib/validation"]]
     printed = capsys.readouterr()
-    assert printed.out == f"{tmp_path}/my run\n{tmp_path}/my run/checkpoint\n"
+    assert printed.out == f"real\n{tmp_path}/my run\n{tmp_path}/my run/checkpoint\n"
     assert printed.err == "preparing\n"
 
 

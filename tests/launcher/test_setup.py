@@ -105,7 +105,7 @@ def test_check_env_reads_every_dependency_of_the_project() -> None:
     import check_env
 
     text = (REPO / "pyproject.toml").read_text()
-    names = [name for name, _ in check_env.requirements(text, ["test", "dev"])]
+    names = [name for name, _ in check_env.requirements(text, ["prepare", "test", "dev"])]
     assert len(names) == text.count(">=") - 2, "all but setuptools and requires-python"
     assert {"torch", "tomli_w", "pytest-timeout", "matplotlib"} <= set(names)
     pinned = {line.split("==")[0] for line in (REPO / "constraints.txt").read_text().splitlines() if "==" in line}

@@ -54,6 +54,7 @@ def test_every_published_flavor_is_there() -> None:
 
 
 def test_flops_per_token_by_hand() -> None:
+    """R153: a function of model and sequence alone, so no mesh can change it."""
     # one layer, dim 8, 2 heads of 4, 1 kv head, ffn 16, vocabulary 32:
     # wq 8x8 + wk 8x4 + wv 8x4 + wo 8x8 = 192; three 8x16 = 384; norms 3 x 8 = 24; the head 8x32 = 256: 856 multiply.
     # attention over S = 10 tokens: scores and values, 2 FLOPs each, times 3 for the backward pass: 12 x 8 x 10 = 960.

@@ -90,7 +90,7 @@ def test_selective_recompute_keeps_the_listed_operations() -> None:
         found[line] = (attention, count.seen["aten.mm.default"])
     products = found[""][1]  # 7 per block forward, and what the backward and the head need
     assert [attention for attention, _ in found.values()] == [4, 4, 8]
-    # Full: all 7 of each of 4 blocks but the last, whose result no gradient needs; selective: the 1st, 3rd, 5th and 7th.
+    # Full: all 7 of each of 4 blocks but the last, whose result no gradient needs; selective: 1st, 3rd, 5th, 7th.
     assert found["recompute=selective"][1] - products in (4 * 4, 4 * 3)
     assert found["recompute=full"][1] - products in (4 * 7, 4 * 6)
 

@@ -8,7 +8,7 @@ from titan_like.models.decoder import Decoder
 from titan_like.models.flavors import resolve
 from titan_like.parallel.init import init_weights
 
-SHAPE = resolve("llama3", "debug", {"n_layers": 2, "vocab_size": 300})
+SHAPE = resolve("llama3", "debug", {"n_layers": 2, "vocab_size": 300, "init_std": 0.02})
 
 
 def initialised(seed: int) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ def pipelined(*argv: str, degree: int = 2):
     ],
 )
 def test_balanced_by_cost(layers: int, stages: int, first: float, last: float, expected: list[int]) -> None:
-    """By hand: a layer costs 1; the costliest stage is as cheap as it can be, then the stages as equal as they can be."""
+    """By hand: a layer costs 1; the costliest stage is as cheap, then the stages are as equal as they can be."""
     ranges = balanced_ranges(layers, stages, first=first, last=last, block=1.0)
     costs = [len(r) + first * (i == 0) + last * (i == stages - 1) for i, r in enumerate(ranges)]
     wanted = [n + first * (i == 0) + last * (i == stages - 1) for i, n in enumerate(expected)]

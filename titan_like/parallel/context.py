@@ -1,7 +1,8 @@
 """Context parallelism: each rank of `cp` holds a part of every sequence.
 
-Two ways, both exact. Ring attention (arXiv:2310.01889) moves keys and values around and skips what the causal mask hides;
-it knows of no documents. With document masks keys and values are gathered whole instead, before the repetition of heads.
+Two ways, both exact. Ring attention (arXiv:2310.01889) moves keys and values around and skips what the causal mask
+hides; it knows of no documents. With document masks keys and values are gathered whole instead, before the repetition
+of heads.
 """
 
 from collections.abc import Callable

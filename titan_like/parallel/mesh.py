@@ -52,7 +52,7 @@ class Mesh:
 
 
 def build_mesh(device_type: str, parallelism: Parallelism) -> Mesh:
-    """Lay the world out over the axes; a shard degree of -1 takes what the others leave (config/checks.py has checked)."""
+    """Lay the world out over the axes; a shard degree of -1 takes what the others leave, see config/checks.py."""
     pp, replicate = parallelism.pipeline_parallel_degree, parallelism.data_parallel_replicate_degree
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     shard = parallelism.data_parallel_shard_degree

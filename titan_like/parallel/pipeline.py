@@ -181,7 +181,7 @@ _FORWARD_ACTIONS = {
 
 @contextmanager
 def _forward_only(schedule: Any) -> Iterator[None]:
-    """Leave only the forward actions in the plan: eval() of the V-shaped schedules of torch 2.13 trips over the others."""
+    """Leave only the forward actions in the plan: eval() of torch 2.13's V-shaped schedules trips over the others."""
     if not isinstance(schedule, PipelineScheduleMulti):
         yield
         return

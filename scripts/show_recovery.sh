@@ -6,7 +6,7 @@ set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$REPO"
 . scripts/setup_env.sh
-setup_env
+setup_env test
 mkdir -p outputs
 RUN=${1:-$(mktemp -d outputs/recovery.XXXXXX)}
 SETTINGS=(
@@ -47,3 +47,18 @@ NPROC=1 ./run_train.sh "${SETTINGS[@]}" --checkpoint.resume auto
 
 say "What the model writes now:"
 "$PYTHON" scripts/generate.py --checkpoint "$RUN/checkpoint" --prompt "def " --tokens 40
+
+say "The same weights in Hugging Face's format write the same text through transformers:"
+"$PYTHON" scripts/convert_hf.py export "$RUN/checkpoint" "$RUN/hf"
+"$PYTHON" scripts/generate.py --checkpoint "$RUN/checkpoint" --prompt "def " --tokens 40 --temperature 0 >"$RUN/ours.txt"
+"$PYTHON" - "$RUN/hf" >"$RUN/theirs.txt" <<'PYTHON'
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer, model = AutoTokenizer.from_pretrained(sys.argv[1]), AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = tokenizer("def ", return_tensors="pt", add_special_tokens=False)
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=40, do_sample=False)[0], skip_special_tokens=True))
+PYTHON
+cat "$RUN/theirs.txt"
+cmp "$RUN/ours.txt" "$RUN/theirs.txt" && echo "(equal to what scripts/generate.py writes)"

@@ -83,8 +83,10 @@ class Trainer:
         export_hf = config.checkpoint.export_hf
         self.export = hf.Export(self.run_folder / export_hf, self.model_config) if export_hf else None
         self._resume()
-        if self.step == 0 and config.model.hf_path:
+        if config.model.hf_path and self.step == 0:
             self._start_from_hf(Path(config.model.hf_path))
+        elif config.model.hf_path:
+            logger.warning("model.hf_path %s is ignored: step %d is here", config.model.hf_path, self.step)
         self.metrics = self._open_run_folder() if dist.get_rank() == 0 else None
         self.sample_ids = self._open_sample_ids() if config.metrics.log_sample_ids else None
         dist.barrier()  # nobody goes on before the run folder is there

@@ -167,6 +167,20 @@ def test_dtypes(tmp_path: Path) -> None:
         assert trainer.optimizer.state[parameter]["exp_avg"].dtype == torch.float32
 
 
+def test_a_checkpoint_wins_over_the_weights_to_start_from_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R082."""
+    folder = export(random_model(ModelConfig(**SHAPE)), tmp_path)
+    write_corpus(tmp_path / "train")
+    settings = {f"model__overrides__{key}": value for key, value in SHAPE.items()}
+    settings |= {"model__hf_path": folder, "model__name": "llama2", "checkpoint__enable": True}
+    run(tmp_path / "run", training__steps=1, **settings)
+    assert "ignored" not in capsys.readouterr().out
+    run(tmp_path / "run", training__steps=2, checkpoint__resume="auto", **settings)
+    assert f"model.hf_path {folder} is ignored: step 1 is here" in capsys.readouterr().out
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return export(random_model(ModelConfig(**SHAPE)), tmp_path, max_shard_bytes=60_000)

@@ -25,6 +25,7 @@ SHORTER = {  # how a command begins -> what makes it take seconds
     "./run_train.sh": "--training.steps 3 --validation.interval 0 --checkpoint.interval 3",
     "./run_tests.sh": "tests/test_loss.py",
 }
+TOOLS = {"python": "", "titan-prepare": "-m titan_like.prepare.main", "titan-estimate": "-m estimation"}
 ANSWERS = ("--print_config", "--help", "--comm.mode fake")  # these are short as they are
 
 
@@ -55,7 +56,7 @@ def workspace(folder: Path) -> dict[str, str]:
             (folder / entry.name).symlink_to(entry)
     tools = folder / "tools"
     tools.mkdir()
-    for name, arguments in {"python": "", "titan-prepare": "-m titan_like.prepare.main"}.items():
+    for name, arguments in TOOLS.items():
         (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (tools / name).chmod(0o755)
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
@@ -65,7 +66,7 @@ def workspace(folder: Path) -> dict[str, str]:
 
 def has_test_tools() -> bool:
     """Whether this Python has all that ./run_tests.sh asks for, so that it makes no .venv."""
-    check = [sys.executable, "scripts/check_env.py", "pyproject.toml", "test", "dev"]
+    check = [sys.executable, "scripts/check_env.py", "pyproject.toml", "prepare", "test", "dev"]
     return subprocess.run(check, cwd=REPO, capture_output=True).returncode == 0
 
 

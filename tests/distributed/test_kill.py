@@ -5,6 +5,7 @@ that was never stopped, bit by bit.
 import random
 import signal
 import time
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,15 @@ SETTINGS: dict[str, Any] = {
     "training__steps": STEPS, "checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__resume": "auto",
     "comm__init_timeout_seconds": 20,  # for one whose peer is killed before it has joined
 }  # fmt: skip
-LONGEST = 3.0  # seconds that a launch lives at most: about a whole run
 pytestmark = pytest.mark.distributed
 
 
 class Killer:
     """Launches, kills and launches again, until the run has come to its end after `kills` kills."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, longest: float) -> None:
         self.folder, self.random = folder, random.Random(seed)
+        self.longest = longest  # seconds that a launch lives at most before the next save is waited for
         self.kills = self.while_saving = 0
 
     def kill_one_run(self, name: str, mode: str, kills: int) -> Path:
@@ -67,7 +68,7 @@ class Killer:
 
     def _wait_for_the_moment(self, processes: list[BaseProcess], folder: Path) -> None:
         """Any moment of a launch, or for three of four one that is near a save."""
-        deadline = time.monotonic() + LONGEST * self.random.random()
+        deadline = time.monotonic() + self.longest * self.random.random()
         near_a_save, delay = self.random.random() < 0.75, self.random.random() * 0.05
         while time.monotonic() < deadline:
             time.sleep(0.001)
@@ -78,15 +79,19 @@ class Killer:
         time.sleep(delay)
 
 
-def kill(folder: Path, runs: int, kills: int) -> Killer:
+def kill(folder: Path, wanted: int, per_run: int) -> Killer:
+    """Run after run, until `wanted` launches have been killed."""
     write_corpus(folder / "train")
-    killer = Killer(folder, seed=0)
     straight = folder / "straight"
+    started = time.monotonic()
     assert ranks.run(2, train, arguments(straight, **SETTINGS), output=folder / "out") == [0, 0]
+    killer = Killer(folder, seed=0, longest=0.7 * (time.monotonic() - started))
     expected = exact(straight)
     assert [line["step"] for line in expected] == list(range(1, STEPS + 1))
-    for number in range(runs):
-        run = killer.kill_one_run(f"run-{number}", ("disabled", "thread")[number % 2], kills)
+    for number in count():
+        if killer.kills >= wanted:
+            break
+        run = killer.kill_one_run(f"run-{number}", ("disabled", "thread")[number % 2], per_run)
         assert exact(run) == expected
     print(f"{killer.kills} kills, {killer.while_saving} of them while saving")
     return killer
@@ -94,12 +99,12 @@ def kill(folder: Path, runs: int, kills: int) -> Killer:
 
 @pytest.mark.timeout(280)
 def test_six_kills(tmp_path: Path) -> None:
-    killer = kill(tmp_path, runs=2, kills=3)
-    assert killer.kills >= 3 and killer.while_saving >= 1
+    killer = kill(tmp_path, wanted=6, per_run=3)
+    assert killer.while_saving >= 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_fifty_kills(tmp_path: Path) -> None:
-    killer = kill(tmp_path, runs=12, kills=6)
-    assert killer.kills >= 50 and killer.while_saving >= 20
+    killer = kill(tmp_path, wanted=50, per_run=6)
+    assert killer.while_saving >= 20

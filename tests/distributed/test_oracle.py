@@ -11,6 +11,10 @@ from titan_like.oracle import Report, launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 LINES = [(processes, line) for processes, lines in MATRIX.items() for line in lines]
+SELECTABLE = [  # a C++ compiler takes most of the time of compiled blocks
+    pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] if "compile=true" in pair[1] else [])
+    for pair in LINES
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,7 @@ def reports(csv_schedule: Path, request: pytest.FixtureRequest) -> dict[tuple[in
     return found
 
 
-@pytest.mark.parametrize(("processes", "line"), LINES, ids=[f"{processes}-{line}" for processes, line in LINES])
+@pytest.mark.parametrize(("processes", "line"), SELECTABLE)
 def test_composition_equals_one_process(processes: int, line: str, reports: dict[tuple[int, str], Report]) -> None:
     report = reports[processes, line]
     assert report.is_exact, report.table()

@@ -33,8 +33,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         _leave(error.exit_code, "".join(f"error: {line}\n" for line in str(error).splitlines()))
     except BaseException:
         _leave(1, traceback.format_exc())
-    if trainer.stopped:
-        raise SystemExit(stop.EXIT_CODE)
+    code = stop.EXIT_CODE if trainer.stopped else 0
+    if "RANK" in os.environ:
+        # All is written and closed. Gloo's threads may outlive their groups, and then abort an interpreter that shuts
+        # down ("terminate called without an active exception", seen once).
+        _leave(code, "")
+    if code:
+        raise SystemExit(code)
 
 
 def _run_fake(config: Config) -> None:

@@ -15,6 +15,7 @@ from titan_like.config import Config, ConfigError, TitanError, load_config_or_ex
 from titan_like.data.dataset import check_data
 from titan_like.models.flavors import resolve
 from titan_like.models.hf_format import check_start, read_hf_config
+from titan_like.parallel.checks import model_checks
 from titan_like.prepare import ensure_default
 
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     world_size, problems = check_environment(os.environ)
     problems += check_settings(config, world_size)
     try:
-        if not problems:
+        if not problems and config.comm.mode == "real":
             with redirect_stdout(sys.stderr):
                 ensure_default([*config.data.train_entries, *config.data.validation])
             problems = check_shards(config)
@@ -56,6 +57,7 @@ def check_settings(config: Config, world_size: int) -> list[str]:
     except ConfigError as error:
         problems += error.problems
     else:
+        problems += model_checks(shape, config)
         problems += check_start(Path(model.hf_path), shape) if model.hf_path else []
         if config.training.seq_len > limit:
             problems.append(

@@ -142,3 +142,15 @@ def test_main_prepares_the_default_corpus_and_prints_the_folders(
 def test_no_torch_is_imported() -> None:
     code = "import sys, titan_like.launch; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(REPO)}, timeout=60, check=True)
+
+
+def test_a_shape_that_the_mesh_cannot_cut_is_refused_before_any_process_starts() -> None:
+    """R095: 1 key/value head on 2 tensor-parallel ranks."""
+    config = load_config(["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=1"])
+    assert any("does not divide n_kv_heads (1)" in problem for problem in launch.check_settings(config, 2))
+
+
+def test_a_fake_world_needs_no_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "environ", {"NPROC": "512"})
+    launch.main(["--comm.mode", "fake", "--data.train", "nowhere/train", "--data.validation", "[]"])
+    assert capsys.readouterr().out.startswith("fake\n")

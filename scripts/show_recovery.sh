@@ -11,7 +11,7 @@ mkdir -p outputs
 RUN=${1:-$(mktemp -d outputs/recovery.XXXXXX)}
 SETTINGS=(
     --job.config_file train_configs/debug.toml --job.dump_folder "$RUN" --training.steps 60
-    --training.global_batch_size 8 --checkpoint.interval 10 --checkpoint.async_mode thread
+    --training.local_batch_size 4 --training.global_batch_size 8 --checkpoint.interval 10 --checkpoint.async_mode thread
     --validation.interval 0 --metrics.log_freq 5
 )
 say() { printf '\n\n=== %s\n\n' "$*"; }

@@ -176,7 +176,7 @@ def loader_share(folder: Path, prefix: Path, steps: int) -> float:
         )
     )  # fmt: skip
     trainer.fit(until=1)  # warm-up
-    waited, next_step = 0.0, trainer.batches.next_step
+    waited, next_step = 0.0, trainer.data.batches.next_step
 
     def measured() -> list[Any]:
         nonlocal waited
@@ -185,7 +185,7 @@ def loader_share(folder: Path, prefix: Path, steps: int) -> float:
         waited += time.perf_counter() - started
         return step
 
-    trainer.batches.next_step = measured  # type: ignore[method-assign]
+    trainer.data.batches.next_step = measured  # type: ignore[method-assign]
     started = time.perf_counter()
     trainer.fit()
     seconds = time.perf_counter() - started

@@ -1,6 +1,6 @@
 """How much of a tokenizer library's own speed is left in `titan-prepare`'s tokenising, as a ratio in one run.
 
-    python -m benchmarks.data_prepare [TOKENIZER] [--megabytes 8]
+    python -m benchmarks.data_prepare [TOKENIZER] [--megabytes 30]
 
 Bare: the batch call on all cores on texts in memory, results thrown away. Ours: the same texts from a file of JSON
 lines to a finished shard with manifest and hashes. Both alternate; the best of three counts. Goal: ratio >= 0.9.
@@ -27,7 +27,7 @@ ROUNDS = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", nargs="?", help="default: a SentencePiece model trained on the text")
-    parser.add_argument("--megabytes", type=int, default=8, help="text from the standard library (default 8)")
+    parser.add_argument("--megabytes", type=int, default=30, help="text from Python's library (default 30)")
     options = parser.parse_args()
     texts = standard_library(options.megabytes * 1_000_000)
     size = sum(len(text.encode()) for text in texts) / 1e6

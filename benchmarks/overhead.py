@@ -65,7 +65,7 @@ def make_trainer(folder: Path, steps: int) -> Trainer:
 def trainer_turn(trainer: Trainer, steps: int) -> Callable[[], float]:
     def turn() -> float:
         started = time.perf_counter()
-        trainer.fit(until=trainer.step + steps)
+        trainer.fit(until=trainer.counters.step + steps)
         return time.perf_counter() - started
 
     return turn
@@ -73,7 +73,7 @@ def trainer_turn(trainer: Trainer, steps: int) -> Callable[[], float]:
 
 def bare_turn(trainer: Trainer, steps: int) -> Callable[[], float]:
     """What one would write by hand: the same model without a trainer, mean loss, torch's clipping."""
-    model = Decoder(trainer.model_config)
+    model = Decoder(trainer.model.config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     positions = torch.arange(SEQ_LEN).expand(BATCH, SEQ_LEN)
     samples = iter(range(10**9))
@@ -81,7 +81,7 @@ def bare_turn(trainer: Trainer, steps: int) -> Callable[[], float]:
     def turn() -> float:
         started = time.perf_counter()
         for _ in range(steps):
-            rows = torch.from_numpy(np.stack([trainer.dataset[next(samples)] for _ in range(BATCH)]))
+            rows = torch.from_numpy(np.stack([trainer.data.dataset[next(samples)] for _ in range(BATCH)]))
             logits = model(rows[:, :-1], positions)
             loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
             loss.backward()

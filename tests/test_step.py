@@ -2,20 +2,24 @@
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.compositions import composition
+from titan_like.config.schema import Optimizer
 from titan_like.data.loader import Batch
 from titan_like.loss import IGNORED
 from titan_like.models.flavors import resolve
+from titan_like.optim.optimizer import build_optimizer
 from titan_like.parallel.apply import build_model
 from titan_like.parallel.distributed import close_process_group, init_process_group
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel
-from titan_like.step import accumulate_gradients, compute_gradients, training_step
+from titan_like.step import accumulate_gradients, compute_gradients, read_results, training_step
 
 
 @pytest.fixture
@@ -65,17 +69,47 @@ def test_a_micro_batch_without_labels_adds_nothing(model: ParallelModel) -> None
 def test_a_step_without_any_label_moves_nothing(model: ParallelModel) -> None:
     optimizer = torch.optim.AdamW([p for _, p in model.named_parameters()], lr=0.1)
     before = [parameter.detach().clone() for _, parameter in model.named_parameters()]
-    result = training_step(model, optimizer, [batch_with(0, seed=0)], max_norm=1.0)
+    (result,) = read_results([training_step(model, optimizer, [batch_with(0, seed=0)], max_norm=1.0)])
     assert (result.applied, result.valid_labels, result.loss) == (False, 0, 0.0)
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, model.named_parameters(), strict=True))
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: a value that is read, or a size that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WAITING:
+            self.operations.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+aten = torch.ops.aten
+WAITING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
+
+
+def test_a_step_does_not_wait_for_the_device(model: ParallelModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_like.loss._valid_rows", lambda labels: None)  # looks at labels on a CPU only
+    optimizer = build_optimizer(model.named_parameters(), Optimizer())
+    batches = [batch_with(5, seed=0), batch_with(7, seed=1)]
+    training_step(model, optimizer, batches, max_norm=1.0)  # the first step creates the optimizer's state
+    with Waits() as found:
+        result = training_step(model, optimizer, batches, max_norm=1.0)
+        assert found.operations == []
+        assert bool(result[3])
+    assert found.operations == ["aten._local_scalar_dense.default"]
 
 
 def live_tensors_per_micro_batch(model: ParallelModel, count: int) -> list[int]:
     """Tensors alive when each of `count` micro-batches begins."""
     alive = []
     part = model.parts[0]
+    # By type, since isinstance would look through proxies that other tests left behind, dead ones among them.
     handle = part.register_forward_pre_hook(
-        lambda *_: alive.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+        lambda *_: alive.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
     )
     accumulate_gradients(model, [batch_with(5, seed) for seed in range(count)], torch.tensor(1.0))
     handle.remove()

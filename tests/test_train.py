@@ -13,6 +13,7 @@ from tests.tiny_run import arguments, losses, write_corpus
 from titan_like import train
 from titan_like.checkpoint.manager import CheckpointError
 from titan_like.parallel.distributed import close_process_group
+from titan_like.recovery import Counters, Recovery
 from titan_like.trainer import Trainer
 
 REPO = Path(__file__).resolve().parents[1]
@@ -90,10 +91,10 @@ def test_an_unwritable_folder(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_failure_while_running_is_exit_code_1(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(trainer: Trainer, *, must: bool) -> None:
+    def full(recovery: Recovery, counters: Counters, *, must: bool) -> None:
         raise CheckpointError("the disk is full; make room\nand again")
 
-    monkeypatch.setattr(Trainer, "_save_if_due", full)
+    monkeypatch.setattr(Recovery, "save", full)
     assert failing(arguments(folder / "run", checkpoint__enable=True)) == 1
     assert capsys.readouterr().err == "error: the disk is full; make room\nerror: and again\n"
 

@@ -1,5 +1,6 @@
 """The run as a whole, in this process, on a corpus and a model made for it."""
 
+import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_time_outside_the_steps_is_not_counted(folder: Path, monkeypatch: pytest
     )  # fmt: skip
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    slow = {"_train_one_step": 1.0, "_tensors": 100.0, "validation": 1000.0}
+    slow = {"_train_one_step": 1.0, "tensors": 100.0, "validation": 1000.0}
 
     def takes(name: str, original: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -127,8 +128,8 @@ def test_time_outside_the_steps_is_not_counted(folder: Path, monkeypatch: pytest
         return call
 
     monkeypatch.setattr(trainer, "_train_one_step", takes("_train_one_step", trainer._train_one_step))
-    monkeypatch.setattr(trainer, "_tensors", takes("_tensors", trainer._tensors))
-    monkeypatch.setattr("titan_like.trainer.evaluation_batches", takes("validation", lambda *a, **o: []))
+    monkeypatch.setattr(trainer.recovery, "tensors", takes("tensors", trainer.recovery.tensors))
+    monkeypatch.setattr(trainer.data, "validation_batches", takes("validation", lambda: []))
     monkeypatch.setattr("titan_like.trainer.evaluation_step", lambda *a, **o: (0.0, 1))
     trainer.fit()
     trainer.close()
@@ -138,7 +139,7 @@ def test_time_outside_the_steps_is_not_counted(folder: Path, monkeypatch: pytest
 
 def spoil_gradient(trainer: Trainer, step: int, factor: float) -> None:
     parameter = trainer.model.parts[0].get_parameter("norm.weight")
-    parameter.register_hook(lambda gradient: gradient * (factor if trainer.step == step else 1.0))
+    parameter.register_hook(lambda gradient: gradient * (factor if trainer.counters.step == step else 1.0))
 
 
 @pytest.mark.parametrize("factor", [math.inf, math.nan])
@@ -146,9 +147,9 @@ def test_a_step_with_a_bad_gradient_is_skipped(folder: Path, factor: float, caps
     trainer = Trainer(config(folder / "run"))
     spoil_gradient(trainer, step=3, factor=factor)
     trainer.fit(until=2)
-    before = {name: tensor.clone() for name, tensor in trainer._tensors().items()}
+    before = {name: tensor.clone() for name, tensor in trainer.recovery.tensors().items()}
     trainer.fit(until=3)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer._tensors().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.recovery.tensors().items())
     trainer.fit()
     trainer.close()
     assert "step 3 skipped: the gradient of step 3 is not finite (loss 4." in capsys.readouterr().out
@@ -168,23 +169,50 @@ def test_a_bad_gradient_can_end_the_run(folder: Path) -> None:
     assert list(losses(folder / "run")) == [1, 2]
 
 
+def test_steps_that_are_not_logged_are_looked_at_all_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Results are read when a step is logged or saved; what went wrong in between is told then, with its step."""
+    trainer = Trainer(config(folder / "run", metrics__log_freq=5))
+    spoil_gradient(trainer, step=3, factor=math.nan)
+    trainer.fit()
+    trainer.close()
+    assert "step 3 skipped: the gradient of step 3 is not finite" in capsys.readouterr().out
+    lines = {line["step"]: line for line in logged(folder / "run")}
+    assert list(lines) == [1, 5, 6]
+    assert [line["valid_labels"] for line in lines.values()] == [32, 160, 192]
+    stopping = Trainer(config(folder / "stop", metrics__log_freq=5, training__skip_nonfinite="false"))
+    spoil_gradient(stopping, step=3, factor=math.nan)
+    with pytest.raises(NonFiniteError, match="gradient of step 3"):
+        stopping.fit()
+    assert list(losses(folder / "stop")) == [1]
+
+
+def test_garbage_is_collected_at_chosen_steps_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(config(folder / "run", training__gc_freq=2))
+    seen: list[tuple[int, bool]] = []
+    monkeypatch.setattr("gc.collect", lambda: seen.append((trainer.counters.step, gc.isenabled())) or 0)
+    trainer.fit()
+    trainer.close()
+    assert seen == [(0, True), (2, False), (4, False), (6, False)]
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
 def test_a_step_without_any_label_is_skipped(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = Trainer(config(folder / "run"))
-    next_step = trainer.batches.next_step
+    next_step = trainer.data.batches.next_step
 
     def without_labels() -> Any:
         batches = next_step()
-        for batch in batches if trainer.step == 3 else ():
+        for batch in batches if trainer.counters.step == 3 else ():
             batch.labels.fill_(-100)
         return batches
 
-    monkeypatch.setattr(trainer.batches, "next_step", without_labels)
+    monkeypatch.setattr(trainer.data.batches, "next_step", without_labels)
     trainer.fit(until=2)
-    before = {name: tensor.clone() for name, tensor in trainer._tensors().items()}
+    before = {name: tensor.clone() for name, tensor in trainer.recovery.tensors().items()}
     trainer.fit(until=3)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer._tensors().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.recovery.tensors().items())
     trainer.fit()
     trainer.close()
     assert "step 3 skipped: no label counts in its whole batch" in capsys.readouterr().out

@@ -36,7 +36,7 @@ from titan_like.parallel.distributed import close_process_group, init_process_gr
 from titan_like.parallel.init import init_weights
 from titan_like.parallel.mesh import Mesh, build_mesh
 from titan_like.parallel.model import ParallelModel
-from titan_like.step import evaluation_step, training_step
+from titan_like.step import evaluation_step, read_results, training_step
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # relative; bf16 itself has 8 bits
 SGD_STEPS, LEARNING_RATE = 3, 0.1
@@ -103,7 +103,7 @@ def run_case(name: str, config: Config, tamper: Tamper | None = None) -> Report:
             tamper(model, batches)
         loss, norm = reference.backward(whole)
         max_norm = 1e9 if step == 0 else norm / 2
-        result = training_step(model, optimizer, batches, max_norm)
+        (result,) = read_results([training_step(model, optimizer, batches, max_norm)])
         if step == 0:
             hook.remove()
             report.loss, report.grad_norm = _relative(result.loss, loss), _relative(result.grad_norm, norm)

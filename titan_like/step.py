@@ -2,7 +2,6 @@
 denominator, backward and clipping fit together.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from titan_like.loss import IGNORED
 from titan_like.optim.clip import clip, local_gradients, sum_of_squares
+from titan_like.optim.optimizer import update
 from titan_like.parallel.mesh import Mesh
 from titan_like.parallel.model import ParallelModel
 
@@ -39,15 +39,23 @@ class StepResult:
 
 def training_step(
     model: ParallelModel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], max_norm: float
-) -> StepResult:
-    """One optimizer step on this rank's micro-batches of the global batch."""
+) -> Tensor:
+    """One optimizer step on this rank's micro-batches of the global batch.
+
+    Returns its result on the device, (4,) fp64, for `read_results`: the step itself does not wait for the device.
+    """
     results = compute_gradients(model, batches, max_norm)
-    loss, norm, valid_labels = results.tolist()  # the step's one wait for the device
-    applied = valid_labels > 0 and math.isfinite(norm)
-    if applied:
-        optimizer.step()
+    _, norm, valid_labels = results.unbind()
+    applied = (valid_labels > 0) & norm.isfinite()
+    update(optimizer, applied)
     optimizer.zero_grad()
-    return StepResult(loss, norm, int(valid_labels), applied)
+    return torch.cat([results, applied[None]])
+
+
+def read_results(results: Sequence[Tensor]) -> list[StepResult]:
+    """The results of one or more training steps; waits for the device once."""
+    rows = torch.stack(list(results)).tolist()
+    return [StepResult(loss, norm, int(labels), bool(applied)) for loss, norm, labels, applied in rows]
 
 
 def compute_gradients(model: ParallelModel, batches: Sequence[Batch], max_norm: float) -> Tensor:

@@ -11,7 +11,7 @@ step = Trainer._train_one_step
 
 
 def dying(self: Trainer, lr: float) -> Any:
-    if self.step == 5 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if self.counters.step == 5 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, lr)
 

@@ -23,7 +23,7 @@ from titan_like.parallel.apply import build_model
 from titan_like.parallel.distributed import close_process_group, init_process_group
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel
-from titan_like.step import training_step
+from titan_like.step import read_results, training_step
 
 UNTIED = [  # (ranks, compositions); a vocabulary of 257 is odd for every mesh
     (4, ["shard=4", "shard=2 tp=2", "pp=2 shard=2 schedule=Interleaved1F1B", "replicate=2 shard=2", "tp=4 kv=4"]),
@@ -85,7 +85,7 @@ def walk(folder: Path, lines: list[str], extra: str, first_step: int) -> None:
             manager.copy_tied(model, optimizer)
             assert differing(whole(model, optimizer), expected) == [], line
         batches = local_rows(make_batch(shape, config, mesh, step), config, mesh)
-        assert training_step(model, optimizer, batches, max_norm=1.0).applied
+        assert read_results([training_step(model, optimizer, batches, max_norm=1.0)])[0].applied
         manager.save(folder, step + 1, tensors, {}, "")
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, whole(model, optimizer))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from titan_like.checkpoint.storage import locate
 
 from tests.tiny_run import arguments, config, logged, losses, run, write_corpus
 from titan_like.checkpoint import manager
@@ -32,7 +33,7 @@ def exact(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def same_tensors(one: Trainer, other: Trainer) -> bool:
-    ours, theirs = one._tensors(), other._tensors()
+    ours, theirs = one.recovery.tensors(), other.recovery.tensors()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -121,8 +122,8 @@ def test_a_checkpoint_before_the_first_applied_step_can_be_resumed(folder: Path)
     found = losses(folder / "run")
     assert sorted(found) == [1, 2, 3, 4, 5, 6]
     expected = Trainer(config(folder / "expected"))
-    expected.batches.load_state_dict({"consumed_samples": 4})  # two steps of two samples, which changed nothing
-    expected.step = 2
+    expected.data.batches.load_state_dict({"consumed_samples": 4})  # two steps of two samples, which changed nothing
+    expected.counters.step = 2
     expected.fit()
     expected.close()
     assert {step: found[step] for step in (3, 4, 5, 6)} == losses(folder / "expected")
@@ -197,10 +198,10 @@ def test_another_run_can_be_allowed(folder: Path, capsys: pytest.CaptureFixture[
     more = {**RESUMING, "training__steps": 8, "checkpoint__allow_changes": True}
     resumed = run(folder / "run", **more, optimizer__lr=0.02)
     assert "changed since step-6: optimizer.lr was 0.01, is 0.02" in capsys.readouterr().out
-    assert resumed.batches.consumed == 16  # the data go on
+    assert resumed.data.batches.consumed == 16  # the data go on
     resumed = run(folder / "run", **{**more, "training__steps": 9}, optimizer__lr=0.02, data__seed=3)
     assert "other data than before (data.seed changed): they begin at their start" in capsys.readouterr().out
-    assert resumed.batches.consumed == 2 and resumed.step == 9
+    assert resumed.data.batches.consumed == 2 and resumed.counters.step == 9
 
 
 def test_a_damaged_checkpoint_is_passed_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,11 +220,11 @@ def test_a_damaged_checkpoint_is_passed_over(folder: Path, capsys: pytest.Captur
 def test_any_step_can_be_the_one_before_the_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {**SAVING, "checkpoint__interval": 100, "checkpoint__stop_after_seconds": 1}
     stopped = run(folder / "run", **settings)  # this process is older
-    assert stopped.stopped and stopped.step == 1
+    assert stopped.stopped and stopped.counters.step == 1
     assert "stopped after step 1 of 6 (checkpoint.stop_after_seconds (1))" in capsys.readouterr().out
     assert manager.list_steps(folder / "run" / "checkpoint") == [1]
     finished = run(folder / "run", **{**RESUMING, "checkpoint__interval": 100})
-    assert not finished.stopped and finished.step == 6
+    assert not finished.stopped and finished.counters.step == 6
 
 
 def test_an_error_while_saving_that_is_gone_on_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,3 +241,26 @@ def test_an_error_while_saving_that_is_gone_on_from(folder: Path, monkeypatch: p
     trainer.close()
     assert manager.list_steps(elsewhere) == [1, 2, 5, 6]
     assert exact(folder / "run") == exact(folder / "straight")
+
+
+def test_a_run_whose_checkpoints_lie_in_a_store(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes on from there, in another run folder too, and never writes over what an earlier run has left there."""
+    url = f"memory://bucket{folder}"
+    store, stored = locate(url), {"checkpoint__folder": url}
+    straight = run(folder / "straight")
+    run(folder / "run", until=3, **SAVING, **stored)
+    assert manager.list_steps(store) == [1, 2, 3] and not (folder / "run" / "checkpoint").exists()
+    (store / "step-3" / "record.json").unlink()
+    resumed = run(folder / "run", **RESUMING, **stored)
+    said = capsys.readouterr().out
+    assert f"{url}/step-3/record.json is missing" in said and f"resumed from {url}/step-2" in said
+    assert exact(folder / "run") == exact(folder / "straight") and same_tensors(straight, resumed)
+    assert manager.list_steps(store) == [1, 2, 3, 4, 5, 6]
+    assert manager.list_steps(store / "previous-1") == [3]  # the damaged one was in the way
+
+    run(folder / "trial", until=1, **stored)  # saves nothing, so it leaves them
+    assert manager.list_steps(store) == [1, 2, 3, 4, 5, 6]
+    run(folder / "anew", until=1, **SAVING, **stored)
+    assert manager.list_steps(store) == [1] and manager.list_steps(store / "previous-2") == [1, 2, 3, 4, 5, 6]
+    elsewhere = run(folder / "elsewhere", training__steps=8, **RESUMING, **stored)
+    assert elsewhere.counters.step == 8 and manager.list_steps(store) == list(range(1, 9))

@@ -61,6 +61,10 @@ def test_settings_without_effect_are_refused():
         "leave it at its default ([0.9, 0.95]) or choose adamw"
     ]
     assert conflicts("--optimizer.name=sgd", "--optimizer.betas=0.9,0.95") == []
+    assert conflicts("--optimizer.name=sgd", "--optimizer.implementation=fused") == [
+        "optimizer.implementation (fused) cannot be with optimizer.name (sgd), whose fused kernel does not know "
+        "sharded weights; leave it at auto, or choose foreach or for-loop"
+    ]
 
 
 def in_world(size: int, replicate: int, shard: int, *argv: str) -> list[str]:

@@ -128,6 +128,16 @@ def test_folders_and_patterns_stand_for_their_shards(tmp_path):
     assert expand(tmp_path / "none") == [str(tmp_path / "none")]
 
 
+def test_a_series_is_read_whole_or_not_at_all(tmp_path):
+    for n in (2, 0, 1):
+        shard(tmp_path / f"train_0000{n}", [[n] * 5])
+    data = TokenDataset([tmp_path / "train"], seq_len=14, seed=0, shuffle=False)
+    assert data[0].tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    (tmp_path / "train_00001.idx").unlink()
+    with pytest.raises(ConfigError, match=r"train_00001\.idx is missing, one of"):
+        TokenDataset([tmp_path / "train"], seq_len=4, seed=0)
+
+
 def test_r041_no_token_is_lost_but_an_epochs_last(tmp_path):
     documents = [[1] * 4, [2] * 2, [3] * 3, [4], list(range(100, 150))]  # 60 tokens: 19 samples of S=3, 2 left over
     data = TokenDataset([shard(tmp_path / "a", documents)], seq_len=3, seed=5)

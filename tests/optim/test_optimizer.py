@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from titan_like.config.schema import LRSchedule, Optimizer
-from titan_like.optim.optimizer import build_optimizer, lr_factor, set_lr
+from titan_like.optim.optimizer import build_optimizer, lr_factor, set_lr, update
 
 
 def factors(total: int, **schedule: object) -> list[float]:
@@ -54,6 +54,33 @@ def test_weight_decay_on_matrices_only() -> None:
     optimizer.step()  # zero gradients: only the decay acts, by the factor 1 - 0.1 x 0.5
     for old, new, factor in zip(before, model.parameters(), (0.95, 1.0, 1.0), strict=True):
         torch.testing.assert_close(new, old * factor)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [Optimizer(implementation=kind) for kind in ("fused", "foreach", "for-loop")] + [Optimizer(name="sgd")],
+    ids=lambda settings: f"{settings.name} {settings.implementation}",
+)
+def test_an_update_that_is_not_wanted_moves_nothing(settings: Optimizer) -> None:
+    """A bad gradient leaves weights, moments and step counts as they are, bit for bit."""
+    model = toy()
+    optimizer = build_optimizer(model.named_parameters(), settings)
+
+    def state() -> list[torch.Tensor]:
+        moments = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        return [t.detach().clone() for t in (*model.parameters(), *moments)]
+
+    def step(gradient: float, *, wanted: bool) -> list[torch.Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        update(optimizer, torch.tensor(wanted))
+        return state()
+
+    first = step(1.0, wanted=True)
+    second = step(float("nan"), wanted=False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    third = step(1.0, wanted=True)
+    assert all(t.isfinite().all() for t in third) and not torch.equal(second[0], third[0])
 
 
 def test_sgd_is_a_plain_step() -> None:

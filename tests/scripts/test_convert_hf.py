@@ -166,7 +166,7 @@ def test_a_finished_run_is_exported_without_training(trained: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="was not exported by titan_like"):
         run(trained, **settings, checkpoint__export_hf=foreign)
     trainer: Trainer = run(trained, **settings, checkpoint__export_hf=tmp_path / "again")
-    assert trainer.step == 40
+    assert trainer.counters.step == 40
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
         trained / "hf" / "model.safetensors"
     ).read_bytes()

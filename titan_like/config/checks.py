@@ -257,4 +257,9 @@ def _unused(config: Config) -> list[str]:
             for key, field in Optimizer.model_fields.items()
             if key in ("betas", "eps") and getattr(config.optimizer, key) != field.default
         ]
+    if config.optimizer.name == "sgd" and config.optimizer.implementation == "fused":
+        problems.append(
+            "optimizer.implementation (fused) cannot be with optimizer.name (sgd), whose fused kernel does not know "
+            "sharded weights; leave it at auto, or choose foreach or for-loop"
+        )
     return problems

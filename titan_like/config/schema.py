@@ -72,7 +72,10 @@ class Training(Section):
     mixed_precision_param: Precision = Field("bfloat16", description="dtype of the weights while computing")
     mixed_precision_reduce: Precision = Field("float32", description="dtype of the gradients while being reduced")
     skip_nonfinite: bool = Field(
-        True, description="skip a step whose gradient is not finite, and say so; false: stop the run"
+        True, description="skip a step whose gradient is not finite, and say so; false: stop at the next logged step"
+    )
+    gc_freq: Positive = Field(
+        50, description="steps between two garbage collections of Python, which all ranks do at the same step"
     )
 
 

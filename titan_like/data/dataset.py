@@ -12,7 +12,7 @@ import numpy as np
 from titan_like.config.errors import ConfigError
 from titan_like.data.blend import BlendOrder
 from titan_like.data.indexed import IndexedDataset
-from titan_like.data.manifest import Manifest, file_sha256
+from titan_like.data.manifest import Manifest, expand_prefix, file_sha256
 from titan_like.data.order import SampleOrder, too_few_tokens
 
 
@@ -239,15 +239,16 @@ def _open_shards(entries: Sequence[str | Path]) -> tuple[list[str], list[Indexed
 
 
 def expand(entry: str | Path) -> list[str]:
-    """The prefixes that an entry stands for: itself, or all shards of a folder or of a `prefix*` pattern, by name.
+    """The prefixes that an entry stands for: itself, its series `{entry}_00000` ..., or all shards of a folder or of a
+    `prefix*` pattern, by name.
 
     Raises:
-        ConfigError: a folder or a pattern without shards.
+        ConfigError: a folder or a pattern without shards, a series with a gap.
     """
     text = str(entry)
     is_folder = not text.endswith("*") and not Path(f"{text}.idx").exists() and Path(text).is_dir()
     if not is_folder and not text.endswith("*"):
-        return [text]
+        return expand_prefix(text)
     pattern = f"{glob.escape(text.rstrip('*'))}{'/' if is_folder else ''}*.idx"
     found = sorted(path.removesuffix(".idx") for path in glob.glob(pattern))
     if not found:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_like.config.schema import LRSchedule, Optimizer
 
@@ -17,11 +17,26 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    implementation = "fused" if config.implementation == "auto" else config.implementation
+    # The fused kernel of SGD knows no DTensor (torch 2.13).
+    fastest = "fused" if config.name == "adamw" else "foreach"
+    implementation = fastest if config.implementation == "auto" else config.implementation
     kernel = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, **kernel)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **kernel)
+
+
+def update(optimizer: torch.optim.Optimizer, wanted: Tensor) -> None:
+    """One step of the optimizer where `wanted`, () bool on the device; else nothing moves, not even its step count.
+
+    Fused kernels look at `wanted` on the device, through the attribute that torch.amp.GradScaler sets for the same
+    purpose; the others wait for its value.
+    """
+    if optimizer.defaults["fused"]:
+        optimizer.found_inf = (~wanted).float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif wanted:
+        optimizer.step()
 
 
 def lr_factor(step: int, total_steps: int, schedule: LRSchedule) -> float:

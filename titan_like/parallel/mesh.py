@@ -4,6 +4,7 @@ Ranks are laid out pp > dp_replicate > dp_shard > cp > tp, the last varying fast
 context-parallel rank holds a shard of the parameters too.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -28,10 +29,7 @@ class Mesh:
 
     def degree(self, *axes: str) -> int:
         """Number of ranks along one axis, or the product over several."""
-        product = 1
-        for axis in axes:
-            product *= self.axes[axis].size()
-        return product
+        return math.prod(self.axes.size(AXES.index(axis)) for axis in axes)
 
     def size(self) -> int:
         """Number of ranks in the world."""

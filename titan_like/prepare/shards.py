@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -16,9 +17,12 @@ from titan_like.data.manifest import Manifest, file_sha256, manifest_path
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.prepare.config import PrepareConfig
 
-BATCH_CHARACTERS = 1 << 20  # tokenised at once; bounds the memory held as Python lists
+BATCH_CHARACTERS = 1 << 20  # a batch of the tokenizer; three of them bound the memory held as Python lists
 CHARACTERS_PER_DOCUMENT = 100  # what an empty document counts: Python objects are not free
 LONGEST_CHARACTERS = 1 << 20  # longer documents are tokenised in parts cut at line ends, which bounds it too
+
+
+Batch = list[tuple[str, bool]]  # parts of documents, and whether each is the last of its document
 
 
 class Vocabulary:
@@ -46,13 +50,25 @@ class Vocabulary:
         """Ids of each document in parts of int32, with BOS and EOD as asked for."""
         begin, end = [self.bos_id] * self.add_bos, [self.eod_id] * self.append_eod
         arrays = [np.array(begin, np.int32)]
-        for batch in _batches(part for text in texts for part in _parts(text)):
-            encoded = self.tokenizer.encode_batch([part for part, _ in batch], threads)
+        for batch, encoded in self._encoded(_batches(part for text in texts for part in _parts(text)), threads):
             for (_, is_last), ids in zip(batch, encoded, strict=True):
                 arrays.append(np.array(ids, np.int32))
                 if is_last:
                     yield [*arrays, np.array(end, np.int32)]
                     arrays = [np.array(begin, np.int32)]
+
+    def _encoded(self, batches: Iterable[Batch], threads: int) -> Iterator[tuple[Batch, list[list[int]]]]:
+        """Each batch with its ids. The next two are tokenised meanwhile, so that no core waits for reading, for writing
+        or for a batch's last long document; the libraries work without Python's lock."""
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            ahead: deque[tuple[Batch, Future[list[list[int]]]]] = deque()
+            for batch in batches:
+                ahead.append((batch, pool.submit(self.tokenizer.encode_batch, [part for part, _ in batch], threads)))
+                if len(ahead) > 2:
+                    done, ids = ahead.popleft()
+                    yield done, ids.result()
+            for done, ids in ahead:
+                yield done, ids.result()
 
     def _special(self, name: str, asked: int | str, own: int) -> int:
         if asked == "auto":
@@ -184,8 +200,8 @@ def entropy_nats(counts: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum()) + 0.0
 
 
-def _batches(parts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    batch: list[tuple[str, bool]] = []
+def _batches(parts: Iterable[tuple[str, bool]]) -> Iterator[Batch]:
+    batch: Batch = []
     size = 0
     for part in parts:
         batch.append(part)

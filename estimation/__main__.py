@@ -3,12 +3,20 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from estimation.candidates import changed
 from estimation.devices import DEVICES, Device, device_named
 from estimation.formula import NOT_INCLUDED, memory_of
 from estimation.job import job_of
-from estimation.report import breakdown, explain, memory_table, verdict, worst_rank
+from estimation.recompute import lightest_recompute
+from estimation.report import breakdown, explain, memory_table, time_lines, verdict, worst_rank
 from estimation.reserve import replayed
+from estimation.search_cli import add_options, run_search
+from estimation.time.step import NOT_INCLUDED as TIME_NOT_INCLUDED
+from estimation.time.step import step_time
+from estimation.time.timeline import write_trace
+from estimation.time.way import notes_on, way_of
 from titan_like.config import Config, load_config
 from titan_like.config.errors import ConfigError, TitanError
 from titan_like.launch import check_settings
@@ -29,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Exit code 0: it fits; 1: it does not; 2: it could not be estimated as asked."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        raise SystemExit(estimate(argv))
+        raise SystemExit(find(argv[1:]) if argv[:1] == ["search"] else estimate(argv))
     except TitanError as error:
         print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -40,8 +48,12 @@ def estimate(argv: Sequence[str]) -> int:
     options, rest = parser().parse_known_args(argv)
     device = device_of(options)
     config = load_config(rest)
-    check(config, options.world_size)
-    ranks = memory_of(job_of(config, options.world_size))
+    check(config, options.world_size, device)
+    if config.activation_checkpoint.mode == "auto":
+        config, _ = lightest_recompute(config, options.world_size, device)
+        print(f"activation_checkpoint.mode auto: {config.activation_checkpoint.mode}")
+    job = job_of(config, options.world_size)
+    ranks = memory_of(job)
     worst = worst_rank(ranks)
     report = worst.report()
     reserved = report.reserved_bytes
@@ -54,16 +66,36 @@ def estimate(argv: Sequence[str]) -> int:
     if options.explain:
         print("", *explain(worst), sep="\n")
     left_out = NOT_INCLUDED[:-1] if options.replay else NOT_INCLUDED
-    print("\nnot included:", *(f"  - {line}" for line in left_out), sep="\n")
+    print("\nmemory does not include:", *(f"  - {line}" for line in left_out), sep="\n")
+    step = step_time(job, device, way_of(config))
+    print("", *time_lines(step), sep="\n")
+    time_left_out = (*TIME_NOT_INCLUDED, *notes_on(config))
+    print("time does not include:", *(f"  - {line}" for line in time_left_out), sep="\n")
+    if options.trace:
+        write_trace(options.trace, step)
     print(f"\n{sentence}")
     return 0 if fits else 1
+
+
+def find(argv: Sequence[str]) -> int:
+    """`titan-estimate search`."""
+    found = argparse.ArgumentParser(
+        "titan-estimate search", description=run_search.__doc__, allow_abbrev=False,
+        epilog="Every other option is the trainer's, kept in every composition: --optimizer.name sgd, ... "
+        "All are compiled that can be.",
+    )  # fmt: skip
+    add_options(found)
+    add_device_options(found)
+    options, rest = found.parse_known_args(argv)
+    return run_search(options, rest, device_of(options))
 
 
 def parser() -> argparse.ArgumentParser:
     """Options of the estimator; all others are the trainer's."""
     found = argparse.ArgumentParser(
         "titan-estimate", description=__doc__, allow_abbrev=False,
-        epilog="Every other option is the trainer's: --job.config_file FILE, --training.seq_len 4096, ...",
+        epilog="Every other option is the trainer's: --job.config_file FILE, --training.seq_len 4096, ... "
+        "See also: titan-estimate search --help",
     )  # fmt: skip
     found.add_argument("--world_size", type=_positive, required=True, help="number of GPUs")
     found.add_argument(
@@ -71,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
         help="replay the fullest rank through a model of the caching allocator (seconds): finds fragmentation",
     )  # fmt: skip
     found.add_argument("--explain", action="store_true", help="list every tensor alive at the peak")
+    found.add_argument("--trace", type=Path, help="write the simulated step to this file, for ui.perfetto.dev")
     add_device_options(found)
     return found
 
@@ -87,14 +120,14 @@ def device_of(options: argparse.Namespace) -> Device:
     return device_named(options.device, **{name: getattr(options, name) for name, _ in DEVICE_OPTIONS.values()})
 
 
-def check(config: Config, world_size: int) -> None:
-    """Refuse what the trainer refuses, in its words; its folders and data are not looked at.
+def check(config: Config, world_size: int, device: Device) -> None:
+    """Refuse what the trainer refuses on `device`, in its words; its folders and data are not looked at.
 
     Raises:
         ConfigError: one sentence per problem.
     """
     # In the trainer's fake mode nothing is written, so it asks for no folder.
-    unwritten = config.model_copy(update={"comm": config.comm.model_copy(update={"mode": "fake", "fake_rank": 0})})
+    unwritten = changed(config, {"comm.mode": "fake", "comm.fake_rank": 0, "estimation.device": device.name})
     problems = check_settings(unwritten, world_size)
     problems += model_checks(resolve(config.model.name, config.model.flavor, config.model.overrides), config)
     if problems:

@@ -1,7 +1,12 @@
 """What is known of accelerators: memory, peaks and bandwidths, each from a data sheet or a published measurement.
 
-`efficiency` is the best share of the bf16 peak that a large matrix product was measured to reach (MAMF,
-github.com/stas00/ml-engineering, compute/accelerator/benchmarks). Bandwidths are one way, per device.
+`efficiency` is the share of the bf16 peak that large matrix products of random numbers were measured to keep up, not
+the best of all shapes: A100 257 TFLOP/s (thonking.ai, "Strangely, matrix multiplications run faster when given
+predictable data"), H100 and H200 720, MI300X 620 (SemiAnalysis, "MI300X vs H100 vs H200 benchmark", part 1; float8:
+1,280 and 990), the 500 W H100 and B200 torchao's float8/roofline_utils.py (the first value it had for that H100).
+Bandwidths are one way, per device. Shares of attention are those of causal kernels at head size 128 and 16,384 tokens
+(arXiv:2407.08608, figures 5 and 6, for H100; arXiv:2307.08691, section 4.1, for A100). The published backward of H100
+is not causal: it is scaled by what the mask costs the forward (335 / 370).
 """
 
 from collections.abc import Mapping
@@ -29,6 +34,11 @@ class Device:
         memory_tb_s: memory bandwidth, 1e12 B/s.
         link_gb_s, network_gb_s: 1e9 B/s per device, within a node and between nodes.
         node: devices of a node.
+        memory_share: measured bandwidth of large pointwise kernels over the peak (torchao, roofline_utils.py).
+        link_share: measured collective over link and network (torchao, its roofline benchmarks; nccl-tests on A100).
+        float8: measured float8 product over its peak, which is twice the bf16 peak; 0: there is none.
+        flash, cudnn: measured causal attention over the bf16 peak, forward and backward; None: not published.
+        units: multiprocessors, which matrix products and collectives share.
     """
 
     name: str
@@ -41,23 +51,33 @@ class Device:
     node: int = 8
     outside_gib: float = CUDA_CONTEXT + FIRST_COLLECTIVE
     source: str = ""
+    memory_share: float = 0.92
+    link_share: float = 0.80
+    float8: float = 0.0
+    flash: tuple[float, float] | None = None
+    cudnn: tuple[float, float] | None = None
+    units: int = 132
 
 
 _NV = "NVIDIA data sheet"
+_A100: dict[str, Any] = dict(source=_NV, flash=(0.73 * 335 / 370, 0.63 * 335 / 370), units=108)
+_H100: dict[str, Any] = dict(flash=(335 / 989, 322 / 989 * 335 / 370), cudnn=(539 / 989, 516 / 989 * 335 / 370))
+# Meta's H100 (pytorch/benchmark pull request 2296: 304 TFLOP/s where the paper's 700 W part has 370).
+_500W: dict[str, Any] = {kernel: tuple(share * 304 / 370 for share in shares) for kernel, shares in _H100.items()}
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         device.name: device
         for device in (
-            Device("a100-40gb", 39.39, 312, 0.87, 1.56, 300, 25, source=_NV),
-            Device("a100-80gb", 79.15, 312, 0.87, 2.04, 300, 25, source=_NV),
-            Device("h100-sxm", 79.11, 989, 0.80, 3.35, 450, 50, source=_NV),
+            Device("a100-40gb", 39.39, 312, 0.82, 1.56, 300, 25, **_A100),
+            Device("a100-80gb", 79.15, 312, 0.82, 2.04, 300, 25, **_A100),
+            Device("h100-sxm", 79.11, 989, 0.73, 3.35, 450, 50, source=_NV, float8=0.65, **_H100),
             Device(
-                "h100-96gb-500w", 94.99, 989, 0.80, 2.4, 450, 50,
+                "h100-96gb-500w", 94.99, 989, 0.60, 2.4, 450, 50, float8=0.60, **_500W,
                 source="torchtitan benchmarks/README.md: HBM2e, 500 W; the peak is that of the 700 W part",
             ),
-            Device("h200", 139.8, 989, 0.80, 4.8, 450, 50, source=_NV),
-            Device("b200", 178.35, 2250, 0.78, 8.0, 900, 50, source=_NV),
-            Device("mi300x", 191.98, 1307, 0.51, 5.3, 448, 50, source="AMD data sheet"),
+            Device("h200", 139.8, 989, 0.73, 4.8, 450, 50, source=_NV, float8=0.65, **_H100),
+            Device("b200", 178.35, 2250, 0.69, 8.0, 900, 50, source=_NV, float8=0.775, units=148, cudnn=_H100["cudnn"]),
+            Device("mi300x", 191.98, 1307, 0.47, 5.3, 448, 50, source="AMD data sheet", float8=0.38, units=304),
         )
     }
 )  # fmt: skip
@@ -75,7 +95,7 @@ def device_named(name: str, **replaced: float | None) -> Device:
     needed = ("memory_gib", "tflops", "memory_tb_s", "link_gb_s", "network_gb_s")
     if all(key in given for key in needed):
         known = {field.name for field in fields(Device)}
-        values: dict[str, Any] = {"efficiency": 0.8, **{key: value for key, value in given.items() if key in known}}
+        values: dict[str, Any] = {"efficiency": 0.7, **{key: value for key, value in given.items() if key in known}}
         return Device(name, **values)
     near = get_close_matches(name, DEVICES, n=1)
     hint = f": did you mean {near[0]}?" if near else ""

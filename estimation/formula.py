@@ -10,11 +10,13 @@ from functools import cached_property
 
 from estimation.groups import local_rows
 from estimation.job import Job
+from estimation.run import Run
 from estimation.stage import StageMemory
 from estimation.tape import Event, Segment
 from estimation.types import INPUTS, TRANSIENT, MemoryReport, Moment, Resident
 
 NOT_INCLUDED = (
+    "float8: its layers are counted as if they computed in bf16; estimation.trace counts what they really hold",
     "memory outside torch's allocator: the device context, communicators, and libraries (see the device's line)",
     "workspaces and temporaries inside kernels (matrix libraries, flash attention, sorting in an embedding's backward)",
     "fragmentation inside an allocator pool: reserved is the sum of the pools' peaks",
@@ -84,72 +86,50 @@ class RankMemory:
     @cached_property
     def _optimizer_tensors(self) -> list[int]:
         """Bytes of the optimizer's tensors: two moments and one fp32 step count per parameter; SGD has none."""
+        return self._state_sizes([held for _, held in self._tables])
+
+    def _state_sizes(self, numbers: list[int]) -> list[int]:
         if self.job.optimizer != "adamw":
             return []
         number = {"fp32": 4, "bf16": 2, "8bit": 1}[self.job.profile.adam]
-        return [size for _, held in self._tables for size in (4, held * number, held * number)]
+        return [size for held in numbers for size in (4, held * number, held * number)]
 
     @cached_property
     def start(self) -> Segment:
         """What is there before the first step."""
         resident, job = self.resident, self.job
         events = [("parameters", "parameters", resident.parameters)]
-        if job.profile.step_state:
-            events += [("optimizer state", "optimizer state", size) for size in self._optimizer_tensors]
         events += [("buffers", "indices of the sequence", resident.buffers), (INPUTS, "batch", job.input_bytes)]
         for stage in self.stages.values():
             count = stage.receive_buffers // job.shape.hidden
             events += [("communication", "receive buffers", job.shape.hidden)] * count
-        return Segment.of((_event(term, name, size) for term, name, size in events if size), "start")
+        events += [("communication", "gradients of buffers", job.shape.hidden)] * self.left_gradients
+        first = Segment.of((_event(term, name, size) for term, name, size in events if size), "start")
+        return Segment.join([first, *(self._states() if job.profile.step_state else [])], "start")
+
+    @property
+    def left_gradients(self) -> int:
+        """A backward for inputs leaves the gradient of a receive buffer there for ever (torch: stage_backward_input)."""
+        return sum(a.kind == "I" and a.stage > 0 and a.stage - 1 not in self.stages for a in self.actions)
+
+    def _states(self) -> Iterator[Segment]:
+        """The optimizer's tensors, a segment per group of parameters: the blocks' are one object."""
+        for stage in self.stages.values():
+            for group, copies in stage.groups.values():
+                held = [
+                    local_rows(table.rows_of(self.tp_rank), self.job.fsdp, self.fsdp_rank) * table.columns
+                    for table in group.tables
+                ]
+                events = [
+                    _event("optimizer state", "optimizer state", size) for size in self._state_sizes(held) if size
+                ]
+                yield from [Segment.of(events)] * copies
 
     def steps(self) -> Iterator[Segment]:
         """The segments of one optimizer step after its start."""
-        runs, job = min(self.job.accumulation, 3), self.job  # the first, any in the middle, the last
-        left_of = Counter(action.stage for action in self.actions if action.kind in "BW")
+        runs = min(self.job.accumulation, 3)  # the first, any in the middle, the last
         for run in range(runs):
-            done: Counter[tuple[str, int]] = Counter()
-            begun: set[int] = set()  # stages that have run a forward
-            whole: set[int] = set()  # stages whose weights stay gathered after the last forward or backward
-            sums: set[int] = set()  # stages that hold sums of whole gradients
-            waiting: set[int] = set()  # stages with whole gradients that no hook of FSDP2 has seen
-            for kind, number, _ in self.actions:
-                stage = self.stages[number]
-                if kind == "F":
-                    yield stage.forward(gathers=number not in whole, first=number not in begun)
-                    begun.add(number)
-                    if job.pp > 1 and not job.reshard:
-                        whole.add(number)
-                    else:
-                        whole.discard(number)
-                if kind == "I" and number in waiting:  # the hooks of FSDP2 run with it, and find them
-                    yield stage.accumulation(first=number not in sums)
-                    waiting.remove(number)
-                    sums.add(number)
-                if kind == "I" and number > 0:
-                    yield stage.inputs_backward()
-                if kind not in "BW":
-                    continue
-                is_deferred = kind == "W" and number > 0  # the first stage has no gradient of its input to begin with
-                unseen = is_deferred and job.wrapped
-                first = number not in (waiting if unseen else sums)
-                reduces = not job.reduces_once or run == runs - 1
-                yield stage.backward(
-                    first=first, fresh=run == 0, reduces=reduces, deferred=is_deferred, gathers=number not in whole
-                )
-                if job.pp > 1:  # torch's stages free weights only with the reduction
-                    whole.add(number)
-                if unseen:
-                    waiting.add(number)
-                else:
-                    if number in waiting:
-                        yield stage.accumulation(first=False)
-                        waiting.remove(number)
-                    sums.add(number)
-                done["B", number] += 1
-                if job.pp > 1 and done["B", number] == left_of[number]:
-                    if number in waiting:
-                        yield stage.accumulation(first=number not in sums)
-                    yield stage.reduction(fresh=run == 0)
+            yield from Run(self.job, self.actions, self.stages, fresh=run == 0, is_last=run == runs - 1).segments()
 
     def update(self, *, first: bool) -> Segment:
         """The optimizer; in the `first` step some trainers make its states here."""

@@ -1,6 +1,7 @@
 """Parameters of a stage as FSDP2 and tensor parallelism cut them: what is gathered together, which rows a rank has."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from titan_like.models.flavors import ModelConfig
 
@@ -32,7 +33,13 @@ class Group:
 
     def padded(self, ranks: int) -> int:
         """Numbers in the flat buffers of all ranks together: every part is as long as the longest."""
-        return sum(-(-table.rows_of(0) // ranks) * ranks * table.columns for table in self.tables)
+        if ranks not in self._padded:
+            self._padded[ranks] = sum(-(-table.rows_of(0) // ranks) * ranks * table.columns for table in self.tables)
+        return self._padded[ranks]
+
+    @cached_property
+    def _padded(self) -> dict[int, int]:
+        return {}
 
 
 def local_rows(rows: int, ranks: int, rank: int) -> int:

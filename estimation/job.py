@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from estimation.profiles import TITAN_LIKE, Profile
 from estimation.program import Shape
-from estimation.schedules import Action, actions_of
-from titan_like.config.composition import stage_count
+from estimation.schedules import Action, Schedule, actions_of, schedule_of
+from titan_like.config.composition import stage_count, tokens_of_loss
 from titan_like.config.schema import Config
 from titan_like.models.flavors import ModelConfig, resolve
 
@@ -24,6 +24,7 @@ class Job:
         accumulation: loaded micro-batches of an optimizer step.
         stages: the layers of each pipeline stage.
         actions: what each pipeline rank runs for one loaded micro-batch.
+        schedule: which of torch's loops runs them: looped is that of all schedules but GPipe and 1F1B.
         recompute: none, full, op, or n: whole blocks, every n-th.
         number, reduce_number: bytes of a number in compute, and in the reduction of gradients.
         reshard: gathered weights are freed after the forward.
@@ -43,6 +44,7 @@ class Job:
     tp: int
     stages: tuple[range, ...]
     actions: tuple[tuple[Action, ...], ...]
+    schedule: Schedule = "none"
     recompute: Literal["none", "full", "op"] | int = "none"
     number: int = 2
     reduce_number: int = 4
@@ -103,10 +105,16 @@ def job_of(config: Config, world_size: int, profile: Profile = TITAN_LIKE) -> Jo
     reshard = parallelism.fsdp_reshard_after_forward
     compiled_loss = config.compile.enable and "loss" in config.compile.components
     option = recompute.selective_ac_option
-    changes = {"loss": "compiled" if compiled_loss else profile.loss, "loss_parallel": parallelism.enable_loss_parallel}
+    changes: dict[str, Any] = {"loss_parallel": parallelism.enable_loss_parallel}
+    if compiled_loss:
+        changes["loss"] = "linear compiled" if profile.is_linear else "compiled"
+    model = resolve(config.model.name, config.model.flavor, config.model.overrides)
+    rows = parallelism.pipeline_parallel_microbatch_size if pp > 1 else training.local_batch_size
+    if profile.is_linear:
+        changes["loss_chunks"] = training.chunks_of(tokens_of_loss(config), model.dim)
     return Job(
-        model=resolve(config.model.name, config.model.flavor, config.model.overrides),
-        rows=parallelism.pipeline_parallel_microbatch_size if pp > 1 else training.local_batch_size,
+        model=model,
+        rows=rows,
         batch_rows=training.local_batch_size,
         seq_len=training.seq_len,
         accumulation=max(1, training.global_batch_size // (training.local_batch_size * readers)),
@@ -116,6 +124,7 @@ def job_of(config: Config, world_size: int, profile: Profile = TITAN_LIKE) -> Jo
         tp=tp,
         stages=stage_ranges(config),
         actions=actions_of(config),
+        schedule=schedule_of(config),
         recompute=recompute.mode if recompute.mode in ("none", "full") else option,
         number=number,
         reduce_number=NUMBER[training.mixed_precision_reduce],

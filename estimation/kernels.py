@@ -55,6 +55,7 @@ def gpu_kernels() -> Iterator[None]:
         for owner, name, function in (
             (F, "scaled_dot_product_attention", gpu_attention),
             (F, "rms_norm", gpu_rms_norm),
+            (F, "softmax", gpu_softmax),
             (context, "_forward_op", lambda device: forward(cuda)),
             (context, "_backward_op", lambda device: backward(cuda)),
             (decoder, "attend_within_documents", _gpu_documents),
@@ -78,6 +79,11 @@ def _gpu_documents(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     if q.dtype in (torch.bfloat16, torch.float16):
         return documents._variable_length(q, k, v, bounds)
     return gpu_attention(q, k, v, documents.dense_mask(bounds, q.shape[0], q.shape[2]))
+
+
+def gpu_softmax(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """CUDA reads 16-bit numbers and writes fp32; a CPU makes a copy in fp32 first."""
+    return torch.empty_like(x, dtype=dtype)
 
 
 def gpu_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:

@@ -4,15 +4,14 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from estimation.candidates import changed, problems
 from estimation.devices import GIB, Device
 from estimation.formula import memory_of
 from estimation.job import job_of
 from estimation.report import verdict, worst_rank
 from estimation.types import MemoryReport
 from titan_like.config import Config
-from titan_like.config.checks import cross_checks
 from titan_like.config.errors import ConfigError
-from titan_like.launch import check_settings
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # changes that are proposed
@@ -47,10 +46,10 @@ def remedies(config: Config, world_size: int, device: Device) -> list[tuple[str,
     """The first few changes, cheapest first, that fit: what to set, and GiB reserved then."""
     found = []
     for keys in _changes(config):
-        changed = _with(config, keys)
-        if cross_checks(changed) or check_settings(_unwritten(changed), world_size):
+        other = changed(config, keys)
+        if problems(other, world_size):
             continue
-        reserved = worst_rank(memory_of(job_of(changed, world_size))).report().reserved_bytes
+        reserved = sum(worst_rank(memory_of(job_of(other, world_size))).peak.pools)
         if verdict(reserved, device)[0]:
             text = ", ".join(f"{key} = {value}" for key, value in keys.items())
             found.append((text, reserved / GIB))
@@ -76,16 +75,3 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
     for count in smaller:
         for change in recompute:
             yield {**change, "training.local_batch_size": count}
-
-
-def _with(config: Config, keys: dict[str, Any]) -> Config:
-    for key, value in keys.items():
-        section, name = key.split(".")
-        part = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: part})
-    return config
-
-
-def _unwritten(config: Config) -> Config:
-    """In the trainer's fake mode nothing is written, so its check asks for no folder."""
-    return _with(config, {"comm.mode": "fake", "comm.fake_rank": 0})

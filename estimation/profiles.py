@@ -18,7 +18,9 @@ class Profile:
         kept_products: recompute per operation keeps the products with an even or an odd running number in their block.
         early_stop: recomputation ends at the last tensor that the backward needs.
         loss: whole holds fp32 log-probabilities of all tokens; compiled holds the logits; chunked works on
-            `loss_chunks` pieces of the sequence, logits included.
+            `loss_chunks` pieces of the sequence, logits included; linear makes the logits of one piece of the tokens at
+            a time, and gradients with them; linear compiled in fused kernels.
+        loss_copies: a softmax of 16-bit numbers works on a copy in fp32.
         keeps_logits: who calls the loss holds the logits during the backward: in the compute dtype, or in fp32.
         groups: apart: embedding, blocks, and norm with head are gathered one by one; together: the tables and the last
             norm are one group, gathered for the whole step.
@@ -29,6 +31,7 @@ class Profile:
         step_state: whether optimizer states exist when the first backward runs; else they are made at its end.
         foreach_update: the optimizer makes a temporary as large as the weights.
         expandable: the allocator's expandable segments are on.
+        gpu: kernels are those of a GPU, and NCCL keeps a message until the wait; else gloo, as long as its handle lives.
     """
 
     name: str
@@ -37,8 +40,9 @@ class Profile:
     rope: Literal["halves", "complex"] = "halves"
     kept_products: Literal["even", "odd"] = "even"
     early_stop: bool = True
-    loss: Literal["whole", "compiled", "chunked"] = "whole"
+    loss: Literal["whole", "compiled", "chunked", "linear", "linear compiled"] = "whole"
     loss_chunks: int = 1
+    loss_copies: bool = False
     keeps_logits: Literal["no", "compute", "fp32"] = "no"
     groups: Literal["apart", "together"] = "apart"
     last_block_stays: bool = False
@@ -49,11 +53,20 @@ class Profile:
     foreach_update: bool = False
     loss_parallel: bool = True
     expandable: bool = True
+    gpu: bool = True
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the loss has the head's product in it."""
+        return self.loss in ("linear", "linear compiled")
 
 
-TITAN_LIKE = Profile("titan_like", "titan_like/parallel/apply.py, titan_like/loss.py")
-# Real tensors on a CPU: torch decomposes RMSNorm there.
-TITAN_LIKE_CPU = Profile("titan_like on CPU", "torch: aten/src/ATen/native/layer_norm.cpp", norm="composite")
+TITAN_LIKE = Profile("titan_like", "titan_like/parallel/apply.py, titan_like/loss.py", loss="linear")
+# Real tensors on a CPU: torch decomposes RMSNorm there, and casts before a softmax.
+TITAN_LIKE_CPU = Profile(
+    "titan_like on CPU", "torch: aten/src/ATen/native/{layer_norm,SoftMax}.cpp", norm="composite", loss="linear",
+    loss_copies=True, gpu=False,
+)  # fmt: skip
 
 _TITAN = "github.com/pytorch/torchtitan"
 # Early 2024: the model returned fp32 logits, the training loop held them; inputs of the first schedule of recompute.

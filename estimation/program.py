@@ -18,7 +18,7 @@ class Op:
     """One operation.
 
     Attributes:
-        inputs: differentiable inputs.
+        inputs: differentiable inputs; `reads`: others.
         output: its result; (name, bytes).
         saves: tensors that the backward needs.
         extra: tensors made only for the backward; (name, bytes).
@@ -43,6 +43,7 @@ class Op:
     kind: Kind = "pointwise"
     flops: int = 0
     moved: int = 0
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,23 @@ class Shape:
         return self.wide // self.tp
 
     @property
+    def mask(self) -> int:
+        """Numbers of the document mask that attention reads as a tensor, (B, 1, S / cp, S); 0: there is none."""
+        is_dense = self.cp > 1 or (self.number == 4 and self.profile.gpu)
+        return self.tokens * self.seq_len if self.documents and is_dense else 0
+
+    @property
+    def in_loss(self) -> tuple[int, int]:
+        """(tokens, rows of the head's table) of this rank's logits."""
+        if self.profile.loss_parallel:
+            return self.tokens, -(-self.model.vocab_size // self.tp)
+        return self.tokens // self.tp if self.profile.is_linear else self.tokens, self.model.vocab_size
+
+    @property
     def logits(self) -> int:
-        """Bytes of this rank's logits in the compute dtype."""
-        vocab = -(-self.model.vocab_size // self.tp) if self.profile.loss_parallel else self.model.vocab_size
-        return self.tokens * vocab * self.number
+        """Bytes of this rank's logits, were they whole, in the compute dtype."""
+        tokens, rows = self.in_loss
+        return tokens * rows * self.number
 
 
 def block_program(shape: Shape) -> list[Op]:
@@ -180,16 +194,26 @@ def _attention(shape: Shape, source: str) -> list[Op]:
     ops += _gathered_keys(shape, k, v, T * K * e) if shape.cp > 1 and shape.documents else []
     if shape.cp > 1 and shape.documents:
         k, v = "k everywhere", "v everywhere"
+    if shape.mask:
+        ops.append(_mask(shape))
     travelling = 0 if shape.cp == 1 or shape.documents else 2 * shape.cp * T * K * e
     fp32 = 0 if shape.cp == 1 or shape.documents else T * Q * 4
     flops = 4 * T * shape.seq_len * Q // 2
     ops.append(Op(
-        "attention", ("q", k, v), ("attention", T * Q * e), ("q", k, v, "attention", "logsumexp"),
+        "attention", ("q", k, v), ("attention", T * Q * e),
+        ("q", k, v, "attention", "logsumexp", *(["mask"] if shape.mask else [])),
         (("logsumexp", T * heads * 4),), (travelling + 2 * fp32, travelling + 3 * fp32), keep=True,
-        kind="attention", flops=flops, moved=4 * T * Q * e,
+        kind="attention", flops=flops, moved=4 * T * Q * e, reads=("mask",) if shape.mask else (),
     ))  # fmt: skip
     ops.append(_product(shape, "wo", "attention", Q, m.dim))
     return ops
+
+
+def _mask(shape: Shape) -> Op:
+    """Attention adds its mask: a block makes numbers from the bool mask, which without context parallelism it makes too."""
+    size = shape.mask * shape.number
+    bools = shape.mask if shape.cp > 1 else 2 * shape.mask
+    return Op("mask", (), ("mask", size), temporary=(bools, 0), piece=shape.mask, moved=2 * size)
 
 
 def _gathered_keys(shape: Shape, k: str, v: str, size: int) -> list[Op]:
@@ -254,13 +278,28 @@ def _with(op: Op, **changes: Any) -> Op:
     return replace(op, **changes)
 
 
-def head_program(shape: Shape) -> list[Op]:
-    """The last norm and the head; input "x", output "out": the logits."""
+def last_norm_program(shape: Shape) -> list[Op]:
+    """What comes before a loss that has the head's product in it; input "x", output "out"."""
+    ops, _ = _last_norm(shape)
+    return [*ops[:-1], _with(ops[-1], output=("out", ops[-1].output[1]))]
+
+
+def _last_norm(shape: Shape) -> tuple[list[Op], str]:
+    """Its operations, and the name of its result; gathered, but where each rank has the logits of its own tokens."""
     m, rows = shape.model, shape.tokens // shape.tp
     ops = _norm(shape, "norm", "x", rows, m.dim, m.dim)
-    source = _gather(shape, ops, "norm")
+    stays = shape.profile.is_linear and not shape.profile.loss_parallel
+    return ops, "norm" if stays else _gather(shape, ops, "norm")
+
+
+def head_program(shape: Shape) -> list[Op]:
+    """The last norm and the head; input "x", output "out": the logits."""
+    m = shape.model
+    ops, source = _last_norm(shape)
     columns = -(-m.vocab_size // shape.tp)
     product = _product(shape, "out", source, m.dim, columns)
+    if shape.profile.is_linear:  # as many logits on each rank, whichever dim is cut
+        return [*ops, product]
     if shape.tp > 1 and not shape.profile.loss_parallel:
         ops.append(_with(product, output=("own logits", product.output[1])))
         sent = shape.logits * (shape.tp - 1) // shape.tp

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from estimation.devices import GIB, Device
 from estimation.formula import RankMemory
+from estimation.time.step import StepTime
 from estimation.types import MemoryReport
 
 
@@ -33,7 +34,7 @@ def memory_table(ranks: Sequence[RankMemory]) -> list[str]:
 
 def worst_rank(ranks: Sequence[RankMemory]) -> RankMemory:
     """The rank that reserves most."""
-    return max(ranks, key=lambda memory: memory.report().reserved_bytes)
+    return max(ranks, key=lambda memory: sum(memory.peak.pools))
 
 
 def breakdown(report: MemoryReport) -> list[str]:
@@ -58,6 +59,16 @@ def explain(memory: RankMemory) -> list[str]:
         lines.append(f"{term}: {sum(names.values()):,} bytes")
         lines += [f"  {name:<32} {size:>20,}" for name, size in names.most_common() if size]
     return lines
+
+
+def time_lines(step: StepTime) -> list[str]:
+    """Step time, and what it is made of on the pipeline rank that works longest."""
+    lines = [
+        f"step {step.seconds:.3f} s, {step.tokens_per_second:,.0f} tokens/s per GPU, MFU {step.mfu:.1%}, "
+        f"pipeline bubble {step.bubble:.1%}, exposed communication {step.exposed / step.seconds:.1%}:"
+    ]
+    parts = sorted(step.parts.items(), key=lambda item: -item[1])
+    return lines + [f"  {name:<26} {seconds:>8.3f} s" for name, seconds in parts if seconds > step.seconds / 1000]
 
 
 def verdict(reserved: int, device: Device) -> tuple[bool, str]:

@@ -3,12 +3,16 @@
 Actions are (kind, stage, micro-batch) with kind F forward, B backward, I and W its two halves.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from titan_like.config.composition import stage_count
-from titan_like.config.schema import Config
+from titan_like.config.schema import SINGLE_STAGE, Config
+
+Schedule = Literal["none", "GPipe", "1F1B", "looped"]
 
 
 class Action(NamedTuple):
@@ -67,3 +71,35 @@ def actions_of(config: Config) -> tuple[tuple[Action, ...], ...]:
     if name in ("GPipe", "1F1B"):
         return tuple(single_stage(name, degree, rank, micro_batches) for rank in range(degree))
     return torch_tables(name, degree, stage_count(config) // degree, micro_batches)
+
+
+def schedule_of(config: Config) -> Schedule:
+    """Which of torch's loops runs the actions."""
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return "none"
+    name = config.parallelism.pipeline_parallel_schedule
+    return cast(Schedule, name) if name in SINGLE_STAGE else "looped"
+
+
+def gathered_stages(actions: Sequence[Action], count: int = 3) -> list[tuple[list[int], list[int]]]:
+    """Before each action of a looped schedule, the stages whose weights are given back, and those asked for: the next
+    `count` to run stay (torch: _add_unshard_reshard)."""
+    active: list[int] = []
+    found = []
+    for index in range(len(actions)):
+        upcoming = _next_stages(actions, index, count)
+        evicted = [stage for stage in active if stage not in upcoming]
+        fetched = [stage for stage in upcoming if stage not in active]
+        active = [stage for stage in active if stage in upcoming] + fetched
+        found.append((evicted, fetched))
+    return found
+
+
+def _next_stages(actions: Sequence[Action], index: int, count: int) -> list[int]:
+    found: list[int] = []
+    for action in islice(actions, index, None):
+        if action.stage not in found:
+            found.append(action.stage)
+            if len(found) == count:
+                break
+    return found

@@ -1,12 +1,20 @@
 """One pipeline stage (or the whole model): its forward and its backward of a micro-batch as segments of allocations."""
 
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 from estimation.groups import Group, groups_of
 from estimation.job import Job
-from estimation.loss import loss_backward, loss_forward
-from estimation.program import Op, block_program, head_program
-from estimation.tape import Event, Mode, Segment, backward, forward, kept
+from estimation.loss import (
+    linear_backward,
+    linear_forward,
+    linear_inputs_backward,
+    linear_weights_backward,
+    loss_backward,
+    loss_forward,
+)
+from estimation.program import Op, block_program, head_program, last_norm_program
+from estimation.tape import Event, Mode, Segment, backward, forward, inputs_backward, kept, weights_backward
 from estimation.types import ALL_GATHER, BACKWARD, COMMUNICATION, FORWARD, LOSS, REDUCE_SCATTER
 
 WEIGHTS, GATHERED, FLAT_GRADIENTS = "gathered weights", "all-gather buffer", "reduce-scatter buffer"
@@ -40,9 +48,7 @@ class StageMemory:
             self._segments[key] = Segment.join(self._forward(gathers, first), "forward")
         return self._segments[key]
 
-    def backward(
-        self, *, first: bool, fresh: bool, reduces: bool, deferred: bool = False, gathers: bool = True
-    ) -> Segment:
+    def backward(self, *, first: bool, fresh: bool, reduces: bool, gathers: bool = True) -> Segment:
         """One micro-batch, recomputation and reduction of gradients included.
 
         Args:
@@ -50,22 +56,72 @@ class StageMemory:
             fresh: nor from earlier runs of this step.
             reduces: gradients are reduced with this micro-batch; under pipelining see `reduction`.
             gathers: weights that the forward has freed are gathered again.
-            deferred: the gradients of weights stay as they are: no hook of FSDP2 runs in a backward for weights alone.
         """
-        key = ("backward", first, fresh, reduces, deferred, gathers)
+        key = ("backward", first, fresh, reduces, gathers)
         if key not in self._segments:
-            self._segments[key] = Segment.join(self._backward(first, fresh, reduces, deferred, gathers), "backward")
+            self._segments[key] = Segment.join(self._backward(first, fresh, reduces, gathers), "backward")
         return self._segments[key]
 
     def inputs_backward(self) -> Segment:
-        """A backward for inputs alone: the loss's, and the highest point of the rest, which leaves all as it was.
+        """A backward for the gradient of the stage's input alone; what the weights' half needs stays."""
+        if ("inputs",) not in self._segments:
+            self._segments["inputs",] = Segment.join(self._inputs_backward(), "backward")
+        return self._segments["inputs",]
 
-        In truth it frees what only cheap operations need and keeps the gradients that the weights' half needs.
-        """
-        rest = self.backward(first=True, fresh=True, reduces=False, deferred=True, gathers=False)
-        undone = [Event(name, 0, -size, term) for (term, name), size in rest.total().items() if size]
-        loss = Segment.of(loss_backward(self.shape, True) if self.is_last else [], "loss")
-        return Segment.join([loss, rest, Segment.of(sorted(undone, key=lambda event: event.size))], "backward")
+    def _inputs_backward(self) -> Iterator[Segment]:
+        hidden = self.shape.hidden
+        if self.is_last:
+            yield Segment.of(linear_inputs_backward(self._loss_backward()), "loss")
+        else:
+            yield Segment.of([_event("dx", hidden, BACKWARD), _event("receive buffers", -hidden, COMMUNICATION)])
+        for name, _ in self._units()[::-1]:
+            events = inputs_backward(self._head if name == "head" else self._block, hidden)
+            yield Segment.of([self._head_result(event) for event in events] if name == "head" else events, name)
+        yield Segment.of([_event("dx", -hidden, BACKWARD)], "end")
+
+    def weights_backward(self, *, adds: bool) -> Segment:
+        """The other half. No hook of FSDP2 runs: gradients stay as they are, or are added (`adds`)."""
+        if ("weights", adds) not in self._segments:
+            self._segments["weights", adds] = Segment.join(self._weights_backward(adds), "backward")
+        return self._segments["weights", adds]
+
+    def _weights_backward(self, adds: bool) -> Iterator[Segment]:
+        shape, rest = self.shape, []
+        for name, _ in self._units():
+            ops = self._head if name == "head" else self._block
+            events, left = weights_backward(ops, shape.hidden, self._gradient_term, adds=adds)
+            rest += left
+            yield Segment.of([self._head_result(event) for event in events] if name == "head" else events, name)
+        if self.is_last:
+            yield Segment.of(linear_weights_backward(self._loss_backward(), adds), "loss")
+        end = [*rest, Event("rope tables", 0, -shape.tokens * shape.model.head_dim * 4, "activations")]
+        end += [*self._free_mask(), *self._return_input()]
+        if not self.is_last:
+            end += [_event("x", -shape.hidden, "activations"), _event("receive buffers", shape.hidden, COMMUNICATION)]
+        yield Segment.of(end, "end")
+
+    def unshard(self) -> Segment:
+        """torch's looped schedules ask for all weights of a stage together, ahead of its first action."""
+        return self._all_groups("unshard", lambda name: self._all_gather(self.groups[name][0]) * (self.job.fsdp > 1))
+
+    def wait(self) -> Segment:
+        """They are copied out group by group when that action comes."""
+        return self._all_groups("wait", lambda name: self._gather(name, None, is_here=True, is_forward=False))
+
+    def release(self, *, whole: bool) -> Segment:
+        """A stage that is not among the next to run gives its weights back; `whole`: the blocks' are there too."""
+        return self._all_groups(
+            f"release {whole}", lambda name: self._reshard(name) if whole or self._keeps(name) else []
+        )
+
+    def _all_groups(self, label: str, events_of: Callable[[str], list[Event]]) -> Segment:
+        if (label,) not in self._segments:
+            is_wrapped = self.job.wrapped
+            parts = [Segment.of(events_of(name) if is_wrapped else [], name) for name in self.groups]
+            copies = [count for _, count in self.groups.values()]
+            joined = [part for part, count in zip(parts, copies, strict=True) for _ in range(count)]
+            self._segments[label,] = Segment.join(joined, label)
+        return self._segments[label,]
 
     def accumulation(self, *, first: bool) -> Segment:
         """Whole gradients that were left by a backward for weights alone are added up."""
@@ -87,7 +143,9 @@ class StageMemory:
         parts, shape = [], self.shape
         table = shape.tokens * shape.model.head_dim // 2 * 4  # fp32 (B, S, 1, H / 2)
         start = [Event("rope tables", 0, 2 * table, "activations"), Event("angles", 0, table, FORWARD)]
-        if not self.is_first:
+        if shape.cp > 1:
+            start.append(Event("document mask", 0, shape.mask, "activations"))
+        if self._input_moves:
             start += [_event("x", shape.hidden, "activations"), _event("receive buffers", -shape.hidden, COMMUNICATION)]
         previous: Group | None = None
         if "root" in self.groups and first:
@@ -97,7 +155,8 @@ class StageMemory:
         for name, layer in self._units():
             is_group = name in self.groups
             gathers = first if self._keeps(name, layer) else gathers_all
-            key = ("forward", name, self._mode(layer), gathers, previous and previous.name, self._keeps(name, layer))
+            place = (previous and previous.name, layer == self.layers[0])
+            key = ("forward", name, self._mode(layer), gathers, place, self._keeps(name, layer))
             if key not in self._segments:
                 events = self._gather(name, previous) if is_group and gathers else []
                 events += self._unit_forward(name, layer)
@@ -106,12 +165,33 @@ class StageMemory:
             parts.append(self._segments[key])
             if is_group and gathers:
                 previous = self.groups[name][0]
-        end = [Event("angles", 0, -table, FORWARD)]
-        end += self._free_gathered(previous)
-        parts.append(Segment.of(end, "end"))
-        if self.is_last:
-            parts.append(Segment.of(loss_forward(shape, self.job.pp > 1), "loss"))
-        return parts
+        gone = [] if self._mask_stays else [Event("document mask", 0, -shape.mask * (shape.cp > 1), "activations")]
+        end = Segment.of([Event("angles", 0, -table, FORWARD), *gone, *self._free_gathered(previous)], "end")
+        if not self.is_last:
+            return [*parts, end]
+        if shape.profile.is_linear:  # inside the decoder's forward
+            return [*parts, Segment.of(linear_forward(shape), "loss"), end]
+        return [*parts, end, Segment.of(loss_forward(shape, self.job.pp > 1), "loss")]
+
+    @property
+    def _mask_stays(self) -> bool:
+        """A recomputed block holds the mask that all blocks are given."""
+        return any(self._mode(layer) != "none" for layer in self.layers)
+
+    def _free_mask(self) -> list[Event]:
+        is_there = self.shape.cp > 1 and self._mask_stays
+        return [Event("document mask", 0, -self.shape.mask, "activations")] if is_there else []
+
+    def _loss_backward(self) -> list[Event]:
+        if self.shape.profile.is_linear:
+            return linear_backward(self.shape, self._head_table, self._gradient_term)
+        return loss_backward(self.shape, self.job.pp > 1)
+
+    @property
+    def _head_table(self) -> str:
+        """The name of the head's parameter: of the embedding where they share one."""
+        is_own = "output" in {table.name for group, _ in self.groups.values() for table in group.tables}
+        return "output" if is_own else "tok_embeddings"
 
     def _units(self) -> list[tuple[str, int | None]]:
         blocks: list[tuple[str, int | None]] = [("block", layer) for layer in self.layers]
@@ -126,7 +206,15 @@ class StageMemory:
 
     @cached_property
     def _head(self) -> list[Op]:
-        return head_program(self.shape)
+        return last_norm_program(self.shape) if self.shape.profile.is_linear else head_program(self.shape)
+
+    @cached_property
+    def _input_moves(self) -> bool:
+        """The first block keeps the stage's input: it is an activation until it is freed, then a buffer again."""
+        return not self.is_first and "x" in kept(self._block, self._mode(self.layers[0]))
+
+    def _return_input(self) -> list[Event]:
+        return [_event("receive buffers", self.shape.hidden, COMMUNICATION)] if self._input_moves else []
 
     def _unit_forward(self, name: str, layer: int | None) -> list[Event]:
         shape = self.shape
@@ -138,15 +226,17 @@ class StageMemory:
         ops = self._block if name == "block" else self._head
         mode = self._mode(layer)
         events = forward(ops, shape.hidden, kept(ops, mode), "activations")
-        return [_logits(event) for event in events] if name == "head" else events
+        if layer == self.layers[0] and not self.is_first and not self._input_moves:  # its buffer stays
+            events = [event for event in events if not (event.name == "x" and event.offset == 0 and event.size < 0)]
+        return [self._head_result(event) for event in events] if name == "head" else events
 
     # Backward
 
-    def _backward(self, first: bool, fresh: bool, reduces: bool, deferred: bool, gathers: bool) -> list[Segment]:
+    def _backward(self, first: bool, fresh: bool, reduces: bool, gathers: bool) -> list[Segment]:
         job, shape, parts = self.job, self.shape, []
-        if self.is_last and not deferred:  # the half for inputs has done it
-            parts.append(Segment.of(loss_backward(shape, job.pp > 1), "loss"))
-        elif not self.is_last:
+        if self.is_last:
+            parts.append(Segment.of(self._loss_backward(), "loss"))
+        else:
             parts.append(
                 Segment.of(
                     [_event("dx", shape.hidden, BACKWARD), _event("receive buffers", -shape.hidden, COMMUNICATION)]
@@ -160,9 +250,9 @@ class StageMemory:
             is_group, before = name in self.groups, pending
             ahead = units[index + 1][0] if index + 1 < len(units) and sharded[index + 1] else None
             place = (index > 0, sharded[index], ahead, before and before.name)
-            key = ("backward", name, self._mode(layer), first, fresh, reduces, deferred, place)
+            key = ("backward", name, self._mode(layer), first, fresh, reduces, place)
             finish: list[Event] = []
-            if is_group and not (deferred and first and job.wrapped):
+            if is_group:
                 finish, pending = self._finish(name, first, fresh, reduces, before)
             if key not in self._segments:
                 # All but the first unit find their weights on the way: the unit before has asked for them.
@@ -170,23 +260,19 @@ class StageMemory:
                 events += self._all_gather(self.groups[ahead][0]) if ahead and job.fsdp > 1 else []
                 self._segments[key] = Segment.of([*events, *self._unit_backward(name, layer), *finish], name)
             parts.append(self._segments[key])
-        end = [Event("rope tables", 0, -shape.tokens * shape.model.head_dim * 4, "activations")]
-        if "root" in self.groups and not (deferred and first and job.wrapped):
+        end = [Event("rope tables", 0, -shape.tokens * shape.model.head_dim * 4, "activations"), *self._free_mask()]
+        if "root" in self.groups:
             finish, pending = self._finish("root", first, fresh, reduces, pending)
             end = finish + end
         end += self._free_flat(pending)
         if not self.is_first:
-            end += [_event("dx", -shape.hidden, BACKWARD), _event("receive buffers", shape.hidden, COMMUNICATION)]
+            end += [_event("dx", -shape.hidden, BACKWARD), *self._return_input()]
         if not self.is_last:
             end += [_event("x", -shape.hidden, "activations"), _event("receive buffers", shape.hidden, COMMUNICATION)]
-        elif job.pp > 1:
-            end.append(_event("logits", -self._all_logits, LOSS))
+        elif job.pp > 1 and not shape.profile.is_linear:
+            end.append(_event("logits", -shape.logits, LOSS))
         parts.append(Segment.of(end, "end"))
         return parts
-
-    @property
-    def _all_logits(self) -> int:
-        return self.shape.logits
 
     @property
     def _gradient_term(self) -> str:
@@ -217,9 +303,15 @@ class StageMemory:
         events = backward(ops, shape.hidden, mode, early_stop=self.job.profile.early_stop, gradient_term=term)
         if name == "block":
             return events
-        tied = "output" not in {table.name for group, _ in self.groups.values() for table in group.tables}
-        names = {"gradient of out": f"gradient of {'tok_embeddings' if tied else 'output'}"}
-        return [_logits(event._replace(name=names.get(event.name, event.name))) for event in events]
+        names = {"gradient of out": f"gradient of {self._head_table}"}
+        return [self._head_result(event._replace(name=names.get(event.name, event.name))) for event in events]
+
+    def _head_result(self, event: Event) -> Event:
+        """The last unit's result is what the loss is made of."""
+        if event.offset != 1:
+            return event
+        name = "normed" if self.shape.profile.is_linear else "logits"
+        return event._replace(name=name if event.name == "x" else f"d {name}", offset=0, term=LOSS)
 
     # FSDP2
 
@@ -293,7 +385,8 @@ class StageMemory:
             events += [*freed[:-1], *made, *freed[-1:]]
         else:  # copied, not reduced, by way of a quotient by the divide factor
             copy = _event("divided copy", size, REDUCE_SCATTER, "reduce")
-            events += [*freed, copy, copy._replace(size=-size), *made]
+            undone = copy._replace(size=-size)
+            events += [*freed, copy, undone, *made] if narrow else [*freed, copy, *made, undone]
         return events if fresh else [*events, _event("gradients", -part.size, "gradients", "reduce")]
 
     def _accumulated(self, group: Group, sign: int) -> list[Event]:
@@ -338,10 +431,3 @@ class StageMemory:
 
 def _event(name: str, size: int, term: str, pool: str = "main") -> Event:
     return Event(name, 0, size, term, pool)
-
-
-def _logits(event: Event) -> Event:
-    """The head's output is the logits."""
-    if event.offset != 1:
-        return event
-    return event._replace(name="logits" if event.name == "x" else "d logits", offset=0, term=LOSS)

@@ -118,7 +118,7 @@ def forward(
     bytes of the input.
     """
     made, sizes = made or set(), {"x": x_size, **sizes_of(ops)}
-    last_use = {name: index for index, op in enumerate(ops) for name in op.inputs}
+    last_use = {name: index for index, op in enumerate(ops) for name in (*op.inputs, *op.reads)}
     events: list[Event] = []
 
     def add(name: str, sign: int) -> None:
@@ -137,7 +137,7 @@ def forward(
         for name, _ in op.extra:
             if name not in keep and name not in made:
                 add(name, -1)
-        for name in op.inputs:
+        for name in (*op.inputs, *op.reads):
             if last_use[name] == index and name not in keep and name not in made:
                 add(name, -1)
     return events
@@ -208,6 +208,10 @@ def backward(
 
     claim("out", "out")
     for op in reversed(ops):
+        if op.output[0] not in storage:  # it has no gradient: a mask
+            for name in op.saves:
+                free_saved(name)
+            continue
         if op.temporary[1]:
             events += _at_work(op, 1, 1)
         for name in op.inputs:
@@ -237,3 +241,89 @@ def backward(
         for name in stored - needed - {"x"}:  # kept by the recompute policy, but read by no backward
             events.append(Event(name, 0, -sizes[name], "activations"))
     return events
+
+
+def inputs_backward(ops: Sequence[Op], x_size: int) -> list[Event]:
+    """The half of a backward that ends with the gradient of "x", without recomputation (torch: stage_backward_input).
+
+    All that was saved stays, and so do the gradients that the weights' half starts from: those of the results of
+    operations with a weight. Gradients meet in a new tensor where somebody still holds the first.
+    """
+    sizes = {"x": x_size, **sizes_of(ops)}
+    events: list[Event] = []
+    storage = {"out": "out"}
+    holders: Counter[str] = Counter({"out": 1})
+    for op in reversed(ops):
+        if op.output[0] not in storage:
+            continue
+        if op.temporary[1]:
+            events += _at_work(op, 1, 1)
+        for name in op.inputs:
+            if op.passes and name not in storage:
+                storage[name] = storage[op.output[0]]
+                holders[storage[name]] += 1
+                continue
+            if op.passes:
+                continue
+            events.append(_gradient(name, sizes[name]))
+            at = storage.get(name)
+            if at is None or at == name:
+                events += [_gradient(name, -sizes[name])] * (at == name)
+            elif holders[at] > 1:  # the sum is a third tensor
+                events += [_gradient(name, sizes[name]), _gradient(name, -sizes[name])]
+                holders[at] -= 1
+            else:
+                events.append(_gradient(at, -sizes[at]))
+                holders[at] -= 1
+            storage[name] = name
+            holders[name] = 1
+        if op.temporary[1]:
+            events += _at_work(op, 1, -1)
+        if not op.weight:
+            at = storage[op.output[0]]
+            holders[at] -= 1
+            if not holders[at]:
+                events.append(_gradient(at, -sizes[at]))
+    return events
+
+
+def _gradient(at: str, size: int) -> Event:
+    """What lies where the gradient of `at` was made."""
+    return Event("dx" if at in ("out", "x") else f"d {at}", int(at == "out"), size, "backward")
+
+
+def held_gradients(ops: Sequence[Op]) -> dict[str, str]:
+    """Where the gradients lie that a backward for inputs leaves for the weights: of each operation with a weight."""
+    at = {"out": "out"}
+    for op in reversed(ops):
+        for name in op.inputs:
+            at[name] = at[op.output[0]] if op.passes and name not in at else name
+    return {op.output[0]: at[op.output[0]] for op in ops if op.weight}
+
+
+def weights_backward(
+    ops: Sequence[Op], x_size: int, gradient_term: str, *, adds: bool
+) -> tuple[list[Event], list[Event]]:
+    """The other half: gradients of weights, in the order of the parameters (torch: stage_backward_weight).
+
+    Args:
+        adds: there is a gradient already, into which a new one is added.
+
+    Returns:
+        What happens block by block, and what stays until the last node of the stage has gone: an operation with a
+        weight gives up what it saved, all others are still held by those above them.
+    """
+    sizes = {"x": x_size, **sizes_of(ops)}
+    left, held = Counter(name for op in ops for name in op.saves), held_gradients(ops)
+    events = []
+    for op in ops:
+        if not op.weight:
+            continue
+        for name, size in ((f"gradient of {op.name}", op.weight), (f"gradient of {op.name}.bias", op.bias)):
+            if size:
+                events += [Event(name, 0, size, gradient_term), *[Event(name, 0, -size, gradient_term)] * adds]
+        at = held[op.output[0]]
+        events.append(_gradient(at, -sizes[at]))
+        left.subtract(op.saves)
+        events += [Event(name, 0, -sizes[name], "activations") for name in op.saves if not left[name]]
+    return events, [Event(name, 0, -sizes[name], "activations") for name in left if left[name]]

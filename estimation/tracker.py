@@ -4,6 +4,7 @@ Works on real and on fake tensors alike, for any composition: wrappers such as D
 arrives here is what lies in memory. What an operation allocates inside its kernel and frees again is not seen.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,9 @@ from estimation.types import (
 from titan_like import fake
 from titan_like.parallel.model import ParallelModel
 
+# To a gradient that nobody but autograd has, as Tracker._adds_in_place counts them: the arguments' tuple, the name there,
+# getrefcount's own, and one for all of C++ (CPython 3.10 to 3.13).
+REFERENCES = 4
 ACTIVATIONS, PARAMETERS, GRADIENTS, STATE, BUFFERS = (
     "activations",
     "parameters",
@@ -166,6 +170,7 @@ class Tracker(TorchDispatchMode):
         users = torch._C._storage_Use_Count(storage._cdata)  # the tensor, and this function's handle
         found = self._live.get(storage._cdata)  # what a pipeline received is its own buffer
         is_own = found is not None and found[1].phase in ("backward", "recompute") and users == 2
+        is_own &= sys.getrefcount(gradient) <= REFERENCES  # a split backward keeps gradients that enter float8 layers
         return is_own and gradient.shape == other.shape and gradient.dtype == other.dtype
 
     def start_training(self) -> None:

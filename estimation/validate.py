@@ -234,15 +234,14 @@ def write_table(path: Path, scores: Sequence[Score]) -> None:
             )
 
 
-def write_plot(path: Path, scores: Sequence[Score]) -> None:
-    """Predicted against measured; on the diagonal they agree."""
+def write_plot(path: Path, points: Sequence[tuple[str, float, float]], unit: str) -> None:
+    """Predicted against measured, (kind, measured, predicted); on the diagonal they agree."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 6))
-    points = [(score.kind, score.measured, score.predicted) for score in scores if score.measured is not None]
     for kind in sorted({kind for kind, _, _ in points}):
         chosen = [point[1:] for point in points if point[0] == kind]
         axes.scatter([x for x, _ in chosen], [y for _, y in chosen], s=14, label=f"{kind} ({len(chosen)})")
@@ -250,8 +249,8 @@ def write_plot(path: Path, scores: Sequence[Score]) -> None:
         top = max(max(sizes) for _, *sizes in points) * 1.05
         axes.plot([0, top], [0, top], color="grey", linewidth=1)
         axes.legend()
-    axes.set_xlabel("measured, GiB")
-    axes.set_ylabel("predicted, GiB")
+    axes.set_xlabel(f"measured, {unit}")
+    axes.set_ylabel(f"predicted, {unit}")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -260,20 +259,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = argparse.ArgumentParser("estimation.validate", description=__doc__)
     options.add_argument("--csv", type=Path, required=True, help="published runs, one a row")
     options.add_argument("--output", type=Path, required=True, help="folder for the table and the plot")
+    options.add_argument("--what", choices=("memory", "time"), default="memory", help="what is scored")
     chosen = options.parse_args(argv)
     if not chosen.csv.is_file():
         print(f"error: --csv {chosen.csv} is no file; name the CSV of published runs", file=sys.stderr)
         raise SystemExit(2)
     chosen.output.mkdir(parents=True, exist_ok=True)
+    if chosen.what == "time":
+        _validate_time(chosen.csv, chosen.output)
+        return
     scores, left_out = score_file(chosen.csv)
     write_table(chosen.output / "memory.csv", scores)
-    if find_spec("matplotlib"):
-        write_plot(chosen.output / "memory.png", scores)
-    else:
-        print("no plot was drawn: it needs matplotlib (pip install matplotlib)")
+    _plot(chosen.output / "memory.png", [(score.kind, score.measured, score.predicted) for score in scores], "GiB")
     for line, reason in left_out:
         print(f"left out: line {line}: {reason}")
     print(summary(scores, left_out))
+
+
+def _validate_time(path: Path, output: Path) -> None:
+    from estimation.time import validate as time  # which imports this module's rows
+
+    scores, left_out = time.score_times(path)
+    time.write_table(output / "time.csv", scores)
+    points = [(score.family, score.measured, score.predicted) for score in scores]
+    _plot(output / "time.png", points, "tokens per second and device")
+    for line, reason in left_out:
+        print(f"left out: line {line}: {reason}")
+    print(time.summary(scores, left_out))
+
+
+def _plot(path: Path, points: Sequence[tuple[str, float | None, float]], unit: str) -> None:
+    if find_spec("matplotlib"):
+        write_plot(path, [(kind, measured, value) for kind, measured, value in points if measured is not None], unit)
+    else:
+        print("no plot was drawn: it needs matplotlib (pip install matplotlib)")
 
 
 if __name__ == "__main__":

@@ -7,15 +7,17 @@ python scripts/convert_hf.py import exported/ imported/
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from titan_like import __version__
 from titan_like.checkpoint import hf, manager
+from titan_like.checkpoint.dcp_files import dcp_save
 from titan_like.checkpoint.find import find_checkpoint
+from titan_like.checkpoint.storage import locate
 from titan_like.config import Config, dump_toml
 from titan_like.config.errors import ConfigError, TitanError
 from titan_like.config.schema import Model
@@ -44,11 +46,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     to_here = commands.add_parser("import", help="a Hugging Face folder -> CHECKPOINT/step-0, fp32, weights only")
     to_here.add_argument("folder", type=Path, help="config.json and .safetensors of a llama, qwen2 or qwen3 model")
-    to_here.add_argument("checkpoint", type=Path, help="the checkpoint folder to make")
+    to_here.add_argument("checkpoint", help="the checkpoint folder to make, or its URL")
     to_here.add_argument("--vocab_size", type=int, help="at least the folder's; the rows in addition are zero")
 
     to_there = commands.add_parser("export", help="a checkpoint -> a Hugging Face folder, or one torch file")
-    to_there.add_argument("checkpoint", type=Path, help="a checkpoint folder (newest step) or a step-N")
+    to_there.add_argument("checkpoint", help="a checkpoint folder (newest step) or a step-N, or its URL")
     to_there.add_argument("folder", type=Path, help="the folder to write; with --format torch, the file")
     to_there.add_argument("--format", choices=["hf", "torch"], default="hf", help="default hf")
     to_there.add_argument(
@@ -93,7 +95,8 @@ def export_checkpoint(args: argparse.Namespace) -> None:
         print("without a tokenizer; name one with --tokenizer", file=sys.stderr)
 
 
-def import_folder(source: Path, checkpoint: Path, vocab_size: int | None) -> None:
+def import_folder(source: Path, name: str | Path, vocab_size: int | None) -> None:
+    checkpoint = locate(name)
     weights = hf.Weights(source)
     tokenizer = tokenizer_of(source)
     check_rows(weights.config.vocab_size, tokenizer)
@@ -112,10 +115,8 @@ def import_folder(source: Path, checkpoint: Path, vocab_size: int | None) -> Non
         "tokenizer": str(tokenizer.absolute()) if tokenizer else None,
     }
 
-    def write(tensors: dict[str, torch.Tensor], path: Path, group: manager.Group) -> None:
-        writer = dcp.FileSystemWriter(path, single_file_per_rank=False)  # it keeps in memory what a file holds
-        dcp.save(tensors, storage_writer=writer, planner=hf.ReadingPlanner(weights), process_group=group)
-
+    # DCP keeps in memory what one file holds.
+    write = partial(dcp_save, planner=hf.ReadingPlanner(weights), single_file_per_rank=False)
     init_process_group(torch.device("cpu"), init_timeout_seconds=60)
     try:
         manager.save(checkpoint, 0, hf.tensors_to_import(shape), record, dump_toml(settings), write=write)

@@ -6,14 +6,15 @@ python scripts/generate.py --checkpoint outputs/debug/checkpoint --prompt "def m
 
 import argparse
 import sys
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan_like.checkpoint import manager as checkpoint
 from titan_like.checkpoint.find import find_checkpoint
-from titan_like.config.errors import TitanError
+from titan_like.checkpoint.storage import Folder
+from titan_like.config.errors import ConfigError, TitanError
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.device import find_device
 from titan_like.models.decoder import Decoder
@@ -26,19 +27,19 @@ def main(argv: list[str] | None = None) -> None:
         folder, step = find_checkpoint(args.checkpoint)
         record = checkpoint.read_record(folder, step)
         tokenizer = Tokenizer(args.tokenizer or record["tokenizer"] or "")
+        ids, end = first_ids(record, tokenizer, args.prompt)
         model = load_model(folder, step, ModelConfig(**record["model"]))
     except TitanError as error:
         print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
         sys.exit(error.exit_code)
-    ids = tokenizer.encode(args.prompt) or [tokenizer.eos_id]  # documents end with EOS: after it, one begins
     generator = torch.Generator().manual_seed(args.seed)
-    ids = generate(model, ids, args.tokens, args.temperature, args.top_k, generator, tokenizer)
+    ids = generate(model, ids, args.tokens, args.temperature, args.top_k, generator, tokenizer.vocab_size, end)
     print(tokenizer.decode(ids))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Continue a prompt with a trained model.")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint folder (newest step) or a step-N")
+    parser.add_argument("--checkpoint", required=True, help="a checkpoint folder (newest step) or a step-N, or its URL")
     parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
     parser.add_argument("--tokens", type=int, default=128, help="at most this many new tokens (default 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
@@ -51,7 +52,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def load_model(folder: Path, step: int, config: ModelConfig) -> Decoder:
+def first_ids(record: dict[str, Any], tokenizer: Tokenizer, prompt: str) -> tuple[list[int], int]:
+    """The ids of the prompt, or those that a document begins with, and the id that ends a document (-1: not known): as
+    the data were prepared, which the tokenizer's own file need not say.
+
+    Raises:
+        ConfigError: the prompt is empty, and nothing says what stands before a document.
+    """
+    begin, end = record.get("begins_with"), record.get("ends_with")
+    end = tokenizer.eos_id if end is None else end
+    ids = ([] if begin is None else [begin]) + tokenizer.encode(prompt)
+    if not ids and end < 0:
+        raise ConfigError(
+            f"neither the data's manifest nor {tokenizer.path} says which id begins or ends a document; give a --prompt"
+        )
+    return ids or [end], end  # after a document's end, one begins
+
+
+def load_model(folder: Folder, step: int, config: ModelConfig) -> Decoder:
     device = find_device()
     with torch.device("meta"):
         model = Decoder(config)
@@ -69,17 +87,21 @@ def generate(
     temperature: float,
     top_k: int,
     generator: torch.Generator,
-    tokenizer: Tokenizer,
+    vocab_size: int,
+    end: int,
 ) -> list[int]:
-    """`ids` and up to `count` sampled tokens; recomputes the whole sequence for each, which small models can afford."""
+    """`ids` and up to `count` sampled tokens, fewer if `end` comes.
+
+    Recomputes the whole sequence for each token, which small models can afford.
+    """
     device = next(model.parameters()).device
     for _ in range(count):
         window = ids[-model.config.max_seq_len :]
         tokens = torch.tensor([window], device=device)
         positions = torch.arange(len(window), device=device)[None]
-        logits = model(tokens, positions)[0, -1, : tokenizer.vocab_size]  # a model's vocabulary may be padded
+        logits = model(tokens, positions)[0, -1, :vocab_size]  # a model's vocabulary may be padded
         following = _sample(logits.float().cpu(), temperature, top_k, generator)
-        if following == tokenizer.eos_id:
+        if following == end:
             break
         ids = [*ids, following]
     return ids

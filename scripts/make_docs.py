@@ -40,11 +40,16 @@ SETTINGS: dict[str, Settings] = {  # what turns each of FEATURES on, with what i
     "full recompute": {"activation_checkpoint.mode": "full"},
     "selective recompute (op)": {"activation_checkpoint.mode": "selective"},
     "compile": {"compile.enable": True},
+    "chunked loss": {"training.loss_chunks": 4},
+    "z-loss": {"training.z_loss": 1e-4},
     "async tensor": {
         "parallelism.enable_async_tensor_parallel": True,
         "parallelism.tensor_parallel_degree": 2,
         "compile.enable": True,
     },
+    "float8 tensorwise": {"float8.enable": True, "float8.recipe": "tensorwise"},
+    "float8 rowwise": {"float8.enable": True, "float8.recipe": "rowwise"},
+    "float8 all-gather": {"float8.enable": True, "float8.enable_fsdp_float8_all_gather": True},
     "bfloat16": {"training.mixed_precision_param": "bfloat16"},
 }
 

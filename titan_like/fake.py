@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode  # private; checked on torch 2.13
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private; checked on torch 2.13
 
+from titan_like.auto import with_chosen_recompute
 from titan_like.config import Config
 from titan_like.config.composition import stage_count
 from titan_like.data.loader import Batch
@@ -34,6 +35,7 @@ def run_fake(config: Config, world_size: int) -> None:
     started = time.perf_counter()
     dist.init_process_group("fake", store=FakeStore(), rank=config.comm.fake_rank, world_size=world_size)
     setup_logging(0)
+    config = with_chosen_recompute(config, torch.device("cpu"))
     eager = config.model_copy(update={"compile": config.compile.model_copy(update={"enable": False})})
     mesh = build_mesh("cpu", config.parallelism)
     shape = resolve(config.model.name, config.model.flavor, config.model.overrides)
@@ -83,6 +85,7 @@ def train(model: ParallelModel, config: Config, steps: int, on_start: Callable[[
         if missing:
             raise RuntimeError(f"no gradient for {', '.join(missing)}")
         optimizer.step()
+        model.after_update()
         optimizer.zero_grad()
     return micro_batches
 

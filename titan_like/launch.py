@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from titan_like.checkpoint.storage import check_url, is_url, locate
 from titan_like.config import Config, ConfigError, TitanError, load_config_or_exit, world_checks
 from titan_like.data.dataset import check_data
 from titan_like.models.flavors import resolve
 from titan_like.models.hf_format import check_start, read_hf_config
 from titan_like.parallel.checks import model_checks
 from titan_like.prepare import ensure_default
+from titan_like.quantize.layers import float8_checks
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except TitanError as error:
         print(*(f"error: {problem}" for problem in str(error).splitlines()), sep="\n", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    folder = Path(config.job.dump_folder)
-    print(config.comm.mode, folder.absolute(), (folder / config.checkpoint.folder).absolute(), sep="\n")
+    folder = Path(config.job.dump_folder).absolute()
+    print(config.comm.mode, folder, locate(config.checkpoint.folder, folder), sep="\n")
 
 
 def check_run(config: Config, world_size: int) -> list[str]:
@@ -58,16 +60,26 @@ def check_settings(config: Config, world_size: int) -> list[str]:
         problems += error.problems
     else:
         problems += model_checks(shape, config)
+        problems += float8_checks(shape, config, world_size)
         problems += check_start(Path(model.hf_path), shape) if model.hf_path else []
         if config.training.seq_len > limit:
             problems.append(
                 f"training.seq_len ({config.training.seq_len}) is longer than the {limit} tokens that {model.name} "
                 f"{model.flavor} allows; lower it, or raise model.overrides.max_seq_len"
             )
+    no_gpu = config.comm.mode == "fake" or config.comm.backend == "gloo"
+    if config.activation_checkpoint.mode == "auto" and no_gpu and not config.estimation.device:
+        problems.append(
+            'activation_checkpoint.mode is "auto", but without a GPU nothing says what must fit; name one in '
+            'estimation.device, or set the mode to "none", "selective" or "full"'
+        )
     if config.comm.mode == "fake":
         return problems
     problems += check_folder("job.dump_folder", config.job.dump_folder)
-    if Path(config.checkpoint.folder).is_absolute():
+    problems += check_profiling_folders(config)
+    if is_url(config.checkpoint.folder):
+        problems += check_url("checkpoint.folder", config.checkpoint.folder)
+    elif Path(config.checkpoint.folder).is_absolute():
         problems += check_folder("checkpoint.folder", config.checkpoint.folder)
     return problems
 
@@ -90,6 +102,18 @@ def check_shards(config: Config) -> list[str]:
         blended=data.train_weights is not None,
         repeat=data.on_exhausted == "repeat",
     )
+
+
+def check_profiling_folders(config: Config) -> list[str]:
+    """Whether what profiling writes can be written."""
+    settings, run_folder = config.profiling, Path(config.job.dump_folder)
+    problems = []
+    if settings.enable_profiling:
+        problems += check_folder("profiling.save_traces_folder", str(run_folder / settings.save_traces_folder))
+    if settings.enable_memory_snapshot:
+        folder = str(run_folder / settings.save_memory_snapshot_folder)
+        problems += check_folder("profiling.save_memory_snapshot_folder", folder)
+    return problems
 
 
 def check_folder(key: str, folder: str) -> list[str]:

@@ -19,6 +19,7 @@ from titan_like.checkpoint import manager as checkpoint
 from titan_like.checkpoint.changes import changed_settings, require_allowed, saved_settings
 from titan_like.checkpoint.restart import launch_id, resume_of_attempt
 from titan_like.checkpoint.saver import Saver
+from titan_like.checkpoint.storage import Folder, locate, store_of
 from titan_like.config import Config, dump_toml
 from titan_like.config.errors import ConfigError
 from titan_like.data.hf_tokenizer import export_tokenizer, token_ids, twin
@@ -52,7 +53,7 @@ class Recovery:
         self._config, self._model, self._optimizer, self._data = config, model, optimizer, data
         checkpoint.create_optimizer_state(optimizer)
         self.run_folder = Path(config.job.dump_folder)
-        self.folder = self.run_folder / config.checkpoint.folder
+        self.folder = locate(config.checkpoint.folder, self.run_folder)
         self._saver = None
         if config.checkpoint.enable:
             group = new_cpu_group(config.comm.init_timeout_seconds, WRITE_TIMEOUT_SECONDS)
@@ -76,7 +77,7 @@ class Recovery:
 
     def prepare_run_folder(self, step: int) -> None:
         """On one rank: set aside what a run that goes on after `step` would write over, and save the config."""
-        _set_aside(self.run_folder, self.folder, step)
+        _set_aside(self.run_folder, self.folder, step, saves=self._saver is not None)
         self.run_folder.mkdir(parents=True, exist_ok=True)
         (self.run_folder / "config.toml").write_text(dump_toml(self._config))
 
@@ -178,7 +179,7 @@ class Recovery:
         hf.load_weights(hf.Weights(folder), self._model.named_parameters(), local_ranges)
         logger.info("starting from the weights in %s", folder)
 
-    def _check_changes(self, path: Path, saved_identity: dict[str, Any]) -> bool:
+    def _check_changes(self, path: Folder, saved_identity: dict[str, Any]) -> bool:
         """Tell what differs from the saved config, refuse what must be allowed; whether the data are the same."""
         config, allowed = self._config, self._config.checkpoint.allow_changes
         changes = changed_settings(saved_settings(path), config.model_dump(), Config().model_dump())
@@ -197,7 +198,7 @@ class Recovery:
         return not differing
 
 
-def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Folder) -> None:
     differing = [f"{key} is {saved.get(key)}, not {wanted[key]}" for key in wanted if saved.get(key) != wanted[key]]
     if differing:
         raise ConfigError(
@@ -206,16 +207,21 @@ def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path)
         )
 
 
-def _set_aside(run_folder: Path, checkpoint_folder: Path, step: int) -> None:
-    """Move what a run that goes on after `step` would write over into <run folder>/previous-<n>: nothing is lost."""
-    checkpoints = [f"step-{later}" for later in checkpoint.list_steps(checkpoint_folder) if later > step]
+def _set_aside(run_folder: Path, folder: Folder, step: int, *, saves: bool) -> None:
+    """Move what a run that goes on after `step` would write over into <run folder>/previous-<n>, checkpoints behind a
+    URL into <folder>/previous-<n>: nothing is lost. A run that saves none leaves those outside its run folder."""
+    ours = saves or (isinstance(folder, Path) and folder.is_relative_to(run_folder))
+    checkpoints = [f"step-{later}" for later in checkpoint.list_steps(folder) if later > step] if ours else []
     starts_over = step == 0 and (bool(checkpoints) or (run_folder / "metrics.jsonl").exists())
     if not checkpoints and not starts_over:
         return
-    aside = next(path for n in count(1) if not (path := run_folder / f"previous-{n}").exists())
-    (aside / "checkpoint").mkdir(parents=True)
+    store = store_of(folder)
+    taken = store.folders(folder) if checkpoints else []
+    asides = (run_folder / f"previous-{n}" for n in count(1))
+    aside = next(path for path in asides if not path.exists() and path.name not in taken)
+    aside.mkdir(parents=True)
     for name in checkpoints:
-        shutil.move(str(checkpoint_folder / name), str(aside / "checkpoint" / name))
+        store.move(folder / name, (aside / "checkpoint" if isinstance(folder, Path) else folder / aside.name) / name)
     for name in OWN_ENTRIES if starts_over else ():
         if (run_folder / name).exists():
             shutil.move(str(run_folder / name), str(aside / name))

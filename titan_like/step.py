@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from titan_like.loss import IGNORED
 from titan_like.optim.clip import clip, local_gradients, sum_of_squares
@@ -47,8 +48,10 @@ def training_step(
     results = compute_gradients(model, batches, max_norm)
     _, norm, valid_labels = results.unbind()
     applied = (valid_labels > 0) & norm.isfinite()
-    update(optimizer, applied)
-    optimizer.zero_grad()
+    with record_function("optimizer"):
+        update(optimizer, applied)
+        model.after_update()
+        optimizer.zero_grad()
     return torch.cat([results, applied[None]])
 
 
@@ -61,14 +64,17 @@ def read_results(results: Sequence[Tensor]) -> list[StepResult]:
 def compute_gradients(model: ParallelModel, batches: Sequence[Batch], max_norm: float) -> Tensor:
     """Clipped gradients of all micro-batches; returns (loss, grad norm before clipping, valid labels), (3,) fp64."""
     batches = [model.local_batch(batch) for batch in batches]
-    valid_labels = count_valid_labels(model.mesh, batches)
+    with record_function("collectives"):
+        valid_labels = count_valid_labels(model.mesh, batches)
     loss = accumulate_gradients(model, batches, 1.0 / valid_labels.clamp(min=1))
-    gradients = local_gradients(model.finish_gradients(), stage_ranks=model.mesh.size() // model.mesh.degree("pp"))
-    # One collective for all that the ranks must agree on.
-    totals = torch.stack([sum_of_squares(gradients, loss.device), loss / model.mesh.degree("tp")])
-    dist.all_reduce(totals)
-    norm = totals[0].sqrt()
-    clip(gradients, norm, max_norm)
+    with record_function("clip"):
+        gradients = local_gradients(model.finish_gradients(), stage_ranks=model.mesh.size() // model.mesh.degree("pp"))
+        # One collective for all that the ranks must agree on.
+        totals = torch.stack([sum_of_squares(gradients, loss.device), loss / model.mesh.degree("tp")])
+        with record_function("collectives"):
+            dist.all_reduce(totals)
+        norm = totals[0].sqrt()
+        clip(gradients, norm, max_norm)
     return torch.stack([totals[1], norm, valid_labels])
 
 

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
+from titan_like.auto import with_chosen_recompute
 from titan_like.config import Config
 from titan_like.config.errors import TitanError
 from titan_like.data.training import TrainingData
@@ -20,11 +22,14 @@ from titan_like.device import find_device, memory_gib, peak_flops
 from titan_like.models.flavors import flops_per_token, resolve
 from titan_like.observe.logs import setup_logging
 from titan_like.observe.metrics import MetricsWriter, ProgressBar, Stopwatch, console_line, duration
+from titan_like.observe.profiling import Profiler
 from titan_like.observe.sample_ids import SampleIdLog
 from titan_like.optim.optimizer import build_optimizer, lr_factor, set_lr
 from titan_like.parallel.apply import build_model
+from titan_like.parallel.compile import compiled_so_far
 from titan_like.parallel.distributed import close_process_group, init_process_group, set_timeout
 from titan_like.parallel.mesh import build_mesh
+from titan_like.quantize.float8 import require_hardware
 from titan_like.recovery import Recovery
 from titan_like.step import StepResult, evaluation_step, read_results, training_step
 from titan_like.stop import StopRequest
@@ -43,10 +48,11 @@ class Trainer:
     """One run on this rank. Its counters are those of the whole run, the same on every rank."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
         self.device = find_device(config.comm.backend)
+        require_hardware(self.device, config.float8)
         init_process_group(self.device, config.comm.init_timeout_seconds)
         setup_logging(dist.get_rank())
+        self.config = config = with_chosen_recompute(config, self.device)
         _seed_everything(config.training.seed, config.training.deterministic)
         self.forecast = forecast_memory(config, self.device)
 
@@ -86,6 +92,7 @@ class Trainer:
         with (
             StopRequest(settings.checkpoint.stop_after_seconds) as stop,
             _garbage_collected_by_hand() as collect_garbage,
+            Profiler(settings.profiling, self.recovery.run_folder, self.device, dist.get_rank(), first) as profiler,
         ):
             while counters.step < end and not self.stopped:
                 counters.step += 1
@@ -99,6 +106,8 @@ class Trainer:
                     self._compare_forecast(self.forecast)
                 if step == first:
                     set_timeout(settings.comm.train_timeout_seconds)
+                    if settings.compile.enable:
+                        logger.info("compiled %d graphs in %.1f s", *compiled_so_far())
                 self.stopped = stop.agreed() and step < last
                 must_save = self.stopped or step == last
                 logs = step % settings.metrics.log_freq == 0 or step in (first, last)
@@ -114,9 +123,11 @@ class Trainer:
                     self._validate()
                 if saves:
                     started = time.perf_counter()
-                    self.recovery.save(counters, must=must_save)
+                    with record_function("checkpoint"):
+                        self.recovery.save(counters, must=must_save)
                     self._stopwatch.leave_out(time.perf_counter() - started)
                 bar.draw(step, shown)
+                profiler.end_step()
             bar.clear()
             self.recovery.wait()
         if self.stopped:
@@ -140,7 +151,8 @@ class Trainer:
     def _train_one_step(self, lr: float) -> None:
         """Hand one step to the device; it does not wait for it."""
         waiting_since = time.perf_counter()
-        batches = self.data.batches.next_step()
+        with record_function("data"):
+            batches = self.data.batches.next_step()
         self._stopwatch.add_wait(time.perf_counter() - waiting_since)
         if self.sample_ids is not None:
             self.sample_ids.write(self.counters.step, self.data.batches.last_ids)
@@ -206,7 +218,8 @@ class Trainer:
 
     def _validate(self) -> None:
         step, started = self.counters.step, time.perf_counter()
-        loss, labels = evaluation_step(self.model, self.data.validation_batches())
+        with record_function("validation"):
+            loss, labels = evaluation_step(self.model, self.data.validation_batches())
         seconds = time.perf_counter() - started
         logger.info("validation at step %d: loss %.4f over %s labels, %s", step, loss, f"{labels:,}", duration(seconds))
         if self.metrics is not None:
@@ -215,7 +228,7 @@ class Trainer:
 
 
 def forecast_memory(config: Config, device: torch.device) -> "MemoryReport | None":
-    """What the fullest rank will hold; None without a forecast. The trainer's only call of the estimator.
+    """What the fullest rank will hold; None without a forecast.
 
     Raises:
         ConfigError: it does not fit and estimation.preflight is abort, or the device is unknown.
@@ -223,6 +236,8 @@ def forecast_memory(config: Config, device: torch.device) -> "MemoryReport | Non
     name = config.estimation.device
     if config.estimation.preflight == "off" or (device.type != "cuda" and not name):
         return None
+    if config.float8.enable:
+        logger.info("the memory forecast counts float8 layers as if they computed in bf16")
     from estimation.devices import device_named
     from estimation.preflight import gpu_here, preflight
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_like.checkpoint import commit, manager, saver
+from titan_like.checkpoint import commit, manager, saver, storage
 from titan_like.checkpoint.manager import CheckpointError
 from titan_like.checkpoint.saver import Saver
+from titan_like.checkpoint.storage import Entry, Folder, store_of
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Checkpoint
 
@@ -40,31 +41,37 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tor
     return {**manager.model_tensors(model), **manager.optimizer_tensors(model, optimizer)}
 
 
-def save(folder: Path, step: int) -> None:
+def save(folder: Folder, step: int) -> None:
     manager.save(folder, step, manager.model_tensors(nn.Linear(3, 2)), {"note": step}, "a = 1\n")
+
+
+def new_folder(path: Folder) -> Folder:
+    if isinstance(path, Path):
+        path.mkdir()
+    return path
 
 
 def draws() -> list[float]:
     return [torch.rand(1).item(), float(np.random.rand()), float(np.random.randn()), random.random()]
 
 
-def test_what_is_saved_comes_back_bit_by_bit(tmp_path: Path) -> None:
+def test_what_is_saved_comes_back_bit_by_bit(folder: Folder) -> None:
     model, optimizer = trained(steps=3)
     np.random.randn()  # leaves half of a pair behind, which is part of the state
     expected = {name: tensor.clone() for name, tensor in tensors(model, optimizer).items()}
     assert expected["optimizer.weight.step"].item() == 3 and "optimizer.bias.exp_avg_sq" in expected
-    manager.save(tmp_path, 3, tensors(model, optimizer), {"note": "x"}, "a = 1\n")
+    manager.save(folder, 3, tensors(model, optimizer), {"note": "x"}, "a = 1\n")
     drawn = draws()
 
     other, other_optimizer = trained(steps=0)
     manager.create_optimizer_state(other_optimizer)
-    manager.load(tmp_path, 3, tensors(other, other_optimizer), rng=True)
+    manager.load(folder, 3, tensors(other, other_optimizer), rng=True)
     assert draws() == drawn
     found = tensors(other, other_optimizer)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert manager.read_record(tmp_path, 3) == {"step": 3, "note": "x"}
-    assert (tmp_path / "step-3" / "config.toml").read_text() == "a = 1\n"
+    assert manager.read_record(folder, 3) == {"step": 3, "note": "x"}
+    assert (folder / "step-3" / "config.toml").read_text() == "a = 1\n"
 
 
 def test_created_optimizer_state_is_that_before_the_first_step() -> None:
@@ -78,58 +85,58 @@ def test_created_optimizer_state_is_that_before_the_first_step() -> None:
     assert len(created) == 6 and all(not tensor.any() for tensor in created.values())
 
 
-def test_which_step_is_chosen(tmp_path: Path) -> None:  # R081
+def test_which_step_is_chosen(folder: Folder) -> None:  # R081
     for step in (5, 10):
-        save(tmp_path, step)
-    (tmp_path / "step-20.tmp").mkdir()
-    assert manager.choose_step(tmp_path, "auto") == 10
-    assert manager.choose_step(tmp_path, "never") is None
-    assert manager.choose_step(tmp_path, 5) == 5
-    assert manager.choose_step(tmp_path / "missing", "auto") is None
+        save(folder, step)
+    store_of(folder).begin(store_of(folder).draft(folder / "step-20"))
+    assert manager.choose_step(folder, "auto") == 10
+    assert manager.choose_step(folder, "never") is None
+    assert manager.choose_step(folder, 5) == 5
+    assert manager.choose_step(folder / "missing", "auto") is None
     with pytest.raises(ConfigError, match=r"resume is 7, but .* has the steps 5, 10; choose one or use auto"):
-        manager.choose_step(tmp_path, 7)
+        manager.choose_step(folder, 7)
     with pytest.raises(ConfigError, match="has the steps none"):
-        manager.choose_step(tmp_path / "missing", 7)
+        manager.choose_step(folder / "missing", 7)
 
 
-def test_auto_passes_over_what_is_damaged_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_passes_over_what_is_damaged_and_names_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (5, 10, 15):
-        save(tmp_path, step)
-    (tmp_path / "step-20").mkdir()
-    (tmp_path / "step-15" / "__0_0.distcp").unlink()
-    shards = tmp_path / "step-10" / "__0_0.distcp"
+        save(folder, step)
+    store_of(folder).write(new_folder(folder / "step-20") / "file", b"")
+    (folder / "step-15" / "__0_0.distcp").unlink()
+    shards = folder / "step-10" / "__0_0.distcp"  # the larger tensor
     content = bytearray(shards.read_bytes())
     content[-100] ^= 1  # in the values of a tensor, where DCP itself notices nothing
-    shards.write_bytes(content)
+    shards.write_bytes(bytes(content))
     said: list[str] = []
     monkeypatch.setattr(manager.logger, "error", lambda text, *values: said.append(text % values))
-    assert manager.choose_step(tmp_path, "auto") == 5
+    assert manager.choose_step(folder, "auto") == 5
     assert said == [
-        f"passed over: {tmp_path}/step-20 has no manifest, so it is not a complete checkpoint",
-        f"DAMAGED CHECKPOINT passed over: {tmp_path}/step-15/__0_0.distcp is missing",
+        f"passed over: {folder}/step-20 has no manifest, so it is not a complete checkpoint",
+        f"DAMAGED CHECKPOINT passed over: {folder}/step-15/__0_0.distcp is missing",
         f"DAMAGED CHECKPOINT passed over: {shards} has other contents than were written",
     ]
-    assert manager.choose_step(tmp_path, "auto", verify=False) == 10  # by size alone it looks whole
+    assert manager.choose_step(folder, "auto", verify=False) == 10  # by size alone it looks whole
     with pytest.raises(CheckpointError, match="has other contents than were written"):
-        manager.choose_step(tmp_path, 10)
+        manager.choose_step(folder, 10)
     with pytest.raises(CheckpointError, match="has other contents than were written"):
-        manager.load(tmp_path, 10, manager.model_tensors(nn.Linear(3, 2)), rng=False)
-    (tmp_path / "step-5" / "record.json").write_text("")
+        manager.load(folder, 10, manager.model_tensors(nn.Linear(3, 2)), rng=False)
+    (folder / "step-5" / "record.json").write_text("")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact \(see above\); restore one, or"):
-        manager.choose_step(tmp_path, "auto")
+        manager.choose_step(folder, "auto")
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    before = {path: path.read_bytes() for path in (tmp_path / "step-5").iterdir()}
+def test_nothing_is_written_over(folder: Folder) -> None:
+    save(folder, 5)
+    before = {path: path.read_bytes() for path in (folder / "step-5").iterdir()}
     with pytest.raises(CheckpointError, match="step-5 exists and is never written over"):
-        save(tmp_path, 5)
-    assert {path: path.read_bytes() for path in (tmp_path / "step-5").iterdir()} == before
+        save(folder, 5)
+    assert {path: path.read_bytes() for path in (folder / "step-5").iterdir()} == before
 
 
 def test_a_failed_write_leaves_nothing_and_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "sync", lambda folder: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(storage, "sync", lambda folder: (_ for _ in ()).throw(OSError(28, "No space left")))
         with pytest.raises(CheckpointError, match=r"step 5 could not be written .*step-5: .* No space left$"):
             save(tmp_path, 5)
     assert list(tmp_path.iterdir()) == []
@@ -157,21 +164,21 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:  # R078
     assert commit.find_damage(tmp_path / "step-5", hashes=True) == []
 
 
-def test_what_does_not_fit_is_an_error(tmp_path: Path) -> None:
-    save(tmp_path, 5)
+def test_what_does_not_fit_is_an_error(folder: Folder) -> None:
+    save(folder, 5)
     with pytest.raises(
         CheckpointError,
         match=r"step-5 could not be loaded: model.weight is \(2, 3\) torch.float32, not \(2, 4\) torch.float32$",
     ):
-        manager.load(tmp_path, 5, manager.model_tensors(nn.Linear(4, 2)), rng=False)
+        manager.load(folder, 5, manager.model_tensors(nn.Linear(4, 2)), rng=False)
     with pytest.raises(CheckpointError, match=r"model.bias is \(2,\) torch.float32, not \(2,\) torch.float64$"):
-        manager.load(tmp_path, 5, manager.model_tensors(nn.Linear(3, 2).double()), rng=False)  # DCP would cast
+        manager.load(folder, 5, manager.model_tensors(nn.Linear(3, 2).double()), rng=False)  # DCP would cast
     model, optimizer = trained(steps=1)
     with pytest.raises(
         CheckpointError,
         match=r"loaded: optimizer.weight.step is not in it; optimizer.weight.exp_avg is not in it; .* and 3 more$",
     ):
-        manager.load(tmp_path, 5, tensors(model, optimizer), rng=False)
+        manager.load(folder, 5, tensors(model, optimizer), rng=False)
 
 
 class Twice(nn.Module):
@@ -230,10 +237,10 @@ def test_a_save_in_the_background_holds_the_values_of_its_step(
     name = "dcp_save" if mode == "thread" else "_save_in_process"
     write, begin, written = getattr(saver, name), threading.Event(), []
 
-    def slow(staged: dict[str, torch.Tensor], path: Path, group: manager.Group) -> None:
+    def slow(staged: dict[str, torch.Tensor], path: Folder, group: manager.Group) -> dict[str, Entry]:
         begin.wait(30)
         written.append(dict(staged))
-        write(staged, path, group)
+        return write(staged, path, group)
 
     monkeypatch.setattr(saver, name, slow)
     saving = Saver(tmp_path, Checkpoint(async_mode=mode))
@@ -253,11 +260,11 @@ def test_a_save_in_the_background_holds_the_values_of_its_step(
 
 
 def test_an_error_in_the_background_is_raised_at_the_next_step_or_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # R075
     values, said = {"model.a": torch.ones(3)}, list[str]()
     stopping, going_on = (
-        Saver(tmp_path / on, Checkpoint(async_mode="thread", on_error=on)) for on in ("stop", "continue")
+        Saver(folder / on, Checkpoint(async_mode="thread", on_error=on)) for on in ("stop", "continue")
     )
     for saving in (stopping, going_on):
         saving.save(1, values, {}, "")
@@ -283,34 +290,34 @@ def test_an_error_in_the_background_is_raised_at_the_next_step_or_told(
     monkeypatch.undo()
     going_on.save(4, values, {}, "")
     going_on.wait()
-    assert manager.list_steps(tmp_path / "continue") == [1, 4] and manager.list_steps(tmp_path / "stop") == [1]
+    assert manager.list_steps(folder / "continue") == [1, 4] and manager.list_steps(folder / "stop") == [1]
 
 
 def test_one_save_is_in_flight_at_most_and_old_ones_go_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # R068
-    saving = Saver(tmp_path, Checkpoint(async_mode="thread", keep_latest_k=1, keep_every_n=4))
+    saving = Saver(folder, Checkpoint(async_mode="thread", keep_latest_k=1, keep_every_n=4))
     there: list[list[int]] = []
     write = saver.dcp_save
 
-    def slow(staged: dict[str, torch.Tensor], path: Path, group: manager.Group) -> None:
+    def slow(staged: dict[str, torch.Tensor], path: Folder, group: manager.Group) -> dict[str, Entry]:
         time.sleep(0.1)
-        there.append(manager.list_steps(tmp_path))
-        write(staged, path, group)
+        there.append(manager.list_steps(folder))
+        return write(staged, path, group)
 
     monkeypatch.setattr(saver, "dcp_save", slow)
     for step in (2, 3, 4, 5, 6):
         saving.save(step, {"model.a": torch.full((3,), float(step))}, {}, "")
     saving.wait()
-    assert there == [[], [2], [3], [4], [4, 5]] and manager.list_steps(tmp_path) == [4, 6]
+    assert there == [[], [2], [3], [4], [4, 5]] and manager.list_steps(folder) == [4, 6]
     found = {"model.a": torch.zeros(3)}
-    manager.load(tmp_path, 6, found, rng=False)
+    manager.load(folder, 6, found, rng=False)
     assert found["model.a"].tolist() == [6, 6, 6]
 
 
-def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    assert json.loads((tmp_path / "step-5" / "record.json").read_text()) == {"step": 5, "note": 5}
-    (tmp_path / "step-5" / "record.json").write_text("{")
+def test_a_record_that_cannot_be_read_is_named(folder: Folder) -> None:
+    save(folder, 5)
+    assert json.loads((folder / "step-5" / "record.json").read_text()) == {"step": 5, "note": 5}
+    (folder / "step-5" / "record.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"step-5/record.json cannot be read"):
-        manager.read_record(tmp_path, 5)
+        manager.read_record(folder, 5)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from titan_like.checkpoint.storage import locate
 
 from tests.tiny_run import arguments, config, logged, losses, run, write_corpus
 from titan_like.checkpoint import manager
+from titan_like.checkpoint.storage import locate
 from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
 from titan_like.parallel.distributed import close_process_group

@@ -3,16 +3,20 @@ bit."""
 
 import json
 import os
+import random
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.checkpoint import ranks
 from tests.tiny_run import arguments, logged, write_corpus
 from titan_like.checkpoint import commit, manager, saver
+from titan_like.checkpoint.storage import LOCAL, Entry, Folder, locate
 from titan_like.config import load_config
 from titan_like.trainer import Trainer
 
@@ -43,24 +47,35 @@ def train_until_killed(argv: list[str], step: int, after: str) -> None:
     """Rank 1 is killed while the checkpoint of `step` is saved, after its shards are written."""
     write = saver.dcp_save
 
-    def killed(tensors: Any, path: Path, group: Any) -> None:
-        if after == "shards":
-            write(tensors, path, group)
-        if os.environ["RANK"] == "1" and path.name == f"step-{step}.tmp":
+    def killed(tensors: Any, path: Folder, group: Any) -> dict[str, Entry]:
+        files = write(tensors, path, group) if after == "shards" else {}
+        if os.environ["RANK"] == "1" and path.name.removesuffix(".tmp") == f"step-{step}":
             os.kill(os.getpid(), signal.SIGKILL)
-        if after == "nothing":
-            write(tensors, path, group)
+        return files or write(tensors, path, group)
 
     saver.dcp_save = killed
     train(argv)
 
 
+def train_with_noise(argv: list[str], until: int | None = None) -> None:
+    """As dropout would, each step depends on numbers that each rank draws for itself from every generator."""
+    step = Trainer._train_one_step
+
+    def noisy(self: Trainer, lr: float) -> Any:
+        if self.counters.step == 1:
+            torch.manual_seed(int(os.environ["RANK"]))
+        return step(self, lr * (1 + random.random() + np.random.rand() + torch.rand(1).item()))
+
+    Trainer._train_one_step = noisy  # type: ignore[method-assign]
+    train(argv, until)
+
+
 def train_with_slow_writer(argv: list[str], seconds: float) -> None:
     write = saver.dcp_save
 
-    def slow(tensors: Any, path: Path, group: Any) -> None:
+    def slow(tensors: Any, path: Path, group: Any) -> dict[str, Entry]:
         time.sleep(seconds)
-        write(tensors, path, group)
+        return write(tensors, path, group)
 
     saver.dcp_save = slow
     train(argv)
@@ -70,10 +85,11 @@ def train_without_room(argv: list[str], step: int, rank: str) -> None:
     """From the checkpoint of `step` on, the disk of one rank is full."""
     write = saver.dcp_save
 
-    def full(tensors: Any, path: Path, group: Any) -> None:
-        write(tensors, path, group)
+    def full(tensors: Any, path: Path, group: Any) -> dict[str, Entry]:
+        files = write(tensors, path, group)
         if os.environ["RANK"] == rank and int(path.name[5:-4]) == step:
             raise OSError(28, "No space left on device", str(path / "__1_0.distcp"))
+        return files
 
     saver.dcp_save = full
     train(argv)
@@ -105,7 +121,17 @@ def test_stops_change_no_bit_in_any_mode(folder: Path) -> None:
         assert manager.list_steps(run / "checkpoint") == [4, 6, 8]
         assert sorted(path.name for path in (run / "checkpoint" / "step-8").glob("rng-*")) == ["rng-0.pt", "rng-1.pt"]
         shards = Path("checkpoint", "step-6", "__1_0.distcp")
-        assert commit.measure(run / shards) == commit.measure(folder / "straight" / shards)
+        assert LOCAL.measure(run / shards) == LOCAL.measure(folder / "straight" / shards)
+
+
+def test_the_random_numbers_of_every_rank_go_on(folder: Path) -> None:  # R063
+    out, settings = folder / "out", {**RESUMING, "training__global_batch_size": 16}  # four micro-batches
+    for until, name in ((None, "noise"), (3, "noise-stopped"), (6, "noise-stopped"), (None, "noise-stopped")):
+        argv = arguments(folder / name, **settings, checkpoint__async_mode="thread")
+        assert ranks.run(2, train_with_noise, argv, until, output=out) == [0, 0], ranks.said(out)
+    assert exact(folder / "noise-stopped") == exact(folder / "noise")
+    drawn = [torch.load(folder / "noise" / "checkpoint" / "step-8" / f"rng-{rank}.pt")["torch"] for rank in (0, 1)]
+    assert not torch.equal(*drawn)  # each had its own
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])
@@ -121,6 +147,30 @@ def test_a_rank_that_dies_while_saving(folder: Path, mode: str, after: str) -> N
     assert ranks.run(2, train, arguments(run, **RESUMING), output=out) == [0, 0], ranks.said(out)
     assert exact(run) == exact(folder / "straight")
     assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["step-4", "step-6", "step-8"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
+def test_a_rank_that_dies_while_it_writes_to_a_store(folder: Path, mode: str) -> None:  # R067
+    """file:// stands for it: there too all is written under the final name, and the manifest makes it a checkpoint."""
+    run, out = folder / f"store-{mode}", folder / "out"
+    url = f"file://{folder}/bucket-{mode}"
+    argv = arguments(run, **STEPS, checkpoint__async_mode=mode, checkpoint__folder=url)
+    codes = ranks.run(2, train_until_killed, argv, 6, "shards", output=out)
+    assert codes[1] == -signal.SIGKILL and codes[0] not in (0, -signal.SIGKILL), ranks.said(out)
+    store = locate(url)
+    assert manager.list_steps(store) == [2, 4] and commit.uncommitted_steps(store) == [6]
+    assert (store / "step-6" / "__1_0.distcp").exists() and not (run / "checkpoint").exists()
+    settings = {**RESUMING, "checkpoint__folder": url, "checkpoint__async_mode": mode}
+    assert ranks.run(2, train, arguments(run, **settings), 7, output=out) == [0, 0], ranks.said(out)
+    assert f"removing {url}/step-6, which was never completed" in ranks.said(out)
+    assert f"resumed from {url}/step-4" in ranks.said(out)
+    assert ranks.run(1, train, arguments(run, **settings, training__local_batch_size=4), output=out) == [0]
+    assert f"resumed from {url}/step-6" in ranks.said(out)
+    straight, resumed = exact(folder / "straight"), exact(run)
+    assert resumed[:6] == straight[:6]  # of two ranks; the last two steps were those of one
+    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in straight], rel=1e-5)
+    assert manager.list_steps(store) == [4, 6, 8]
+    assert commit.find_damage(store / "step-8", hashes=True) == []
 
 
 def test_nothing_is_deleted_before_the_next_is_complete(folder: Path) -> None:  # R068

@@ -49,6 +49,25 @@ def test_the_global_batch_must_be_whole_micro_batches(argv, product, fits):
     assert conflicts("--training.global_batch_size=-1", *argv) == []
 
 
+@pytest.mark.parametrize(
+    ("argv", "tokens"),
+    [
+        ([], 64),
+        (["--parallelism.context_parallel_degree=2"], 32),
+        (["--parallelism.tensor_parallel_degree=2"], 64),  # all tokens, a part of the vocabulary
+        (["--parallelism.tensor_parallel_degree=2", "--parallelism.no-enable_loss_parallel"], 32),
+        (["--parallelism.pipeline_parallel_degree=2"], 32),  # one sequence at a time
+    ],
+)
+def test_no_chunk_of_the_loss_is_empty(argv, tokens):
+    batch = ["--training.seq_len=32", "--training.local_batch_size=2"]
+    assert conflicts(*batch, *argv, f"--training.loss_chunks={tokens}") == []
+    assert conflicts(*batch, *argv, f"--training.loss_chunks={tokens + 1}") == [
+        f"training.loss_chunks ({tokens + 1}) exceeds the tokens that a rank's loss sees at a time ({tokens}); "
+        "lower it, or leave it at -1"
+    ]
+
+
 def test_settings_without_effect_are_refused():
     assert conflicts("--validation.interval=5") == []
     (problem,) = conflicts("--validation.interval=5", "--data.validation=[]")
@@ -103,3 +122,16 @@ def test_the_global_batch_against_the_world():
         "training.global_batch_size (12) is not a multiple of training.local_batch_size (2) x "
         "parallelism.data_parallel_shard_degree (4) = 8; set it to 8 or 16"
     ]
+
+
+def test_only_checkpoints_may_lie_behind_a_url():
+    store = "--checkpoint.folder=s3://b/x"
+    assert conflicts(
+        store, "--checkpoint.async_mode=process", "--checkpoint.export_hf=s3://b/hf", "--job.dump_folder=gs://b/run"
+    ) == [
+        "job.dump_folder (gs://b/run) is a URL, but only checkpoint.folder can be one; name a local folder",
+        "checkpoint.export_hf (s3://b/hf) is a URL, but only checkpoint.folder can be one; name a local folder",
+        "checkpoint.async_mode (process) writes to local folders only, but checkpoint.folder is s3://b/x; set "
+        "checkpoint.async_mode to thread",
+    ]
+    assert conflicts(store, "--checkpoint.async_mode=thread") == []

@@ -1,6 +1,7 @@
 import pickle
 import struct
 import tracemalloc
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,27 @@ def test_bytes_are_those_of_the_format(tmp_path):
     assert (tmp_path / "a.b.bin").read_bytes() == BIN
     assert (tmp_path / "a.b.idx").read_bytes() == IDX
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.b.bin", "a.b.idx"]
+
+
+@pytest.mark.parametrize(
+    "dtype, bin, idx",
+    [
+        (
+            np.uint16,
+            "5637105a649671707321c2a952f76aed37dfe02e20cadef113a199394116d6e0",
+            "ff632f28a012689aed842372d80d456e20439a0ab946d8c0283f92f52bab4329",
+        ),
+        (
+            np.int32,
+            "86fd863f8c52b44851735636e36b8980375bc314261254780290b110abfaab8d",
+            "540d62b7c2d50659cb40bcc71067ef22334bfc14acc9118901c2d1d14cad176d",
+        ),
+    ],
+)
+def test_files_are_those_of_megatron(tmp_path, dtype, bin, idx):
+    """sha256 of what IndexedDatasetBuilder of megatron-core 0.16.1 wrote for the same tokens."""
+    write(tmp_path / "a", [(np.arange(i * 7 % 50 + 1) * 131 + i) % 30_000 for i in range(1, 101)], dtype)
+    assert [sha256((tmp_path / f"a.{end}").read_bytes()).hexdigest() for end in ("bin", "idx")] == [bin, idx]
 
 
 def test_reads_hand_made_files(tmp_path):

@@ -77,7 +77,11 @@ def test_the_matrix_holds_every_pair_that_is_allowed(csv_schedule: Path) -> None
     seen = [features_of(composition(line.format(csv=csv_schedule))) for lines in MATRIX.values() for line in lines]
     refused = [set(rule.features) for rule in RULES if len(rule.features) <= 2 and not rule.without]
     gpu_only = {"async tensor"}
-    exclusive = [{"pipeline", "pipeline, split backward"}, {"full recompute", "selective recompute (op)"}]
+    exclusive = [
+        {"pipeline", "pipeline, split backward"},
+        {"full recompute", "selective recompute (op)"},
+        {"float8 tensorwise", "float8 rowwise"},
+    ]
     missing = [
         pair
         for pair in itertools.combinations(sorted(set(FEATURES) - gpu_only), 2)

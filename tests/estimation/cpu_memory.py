@@ -73,7 +73,12 @@ def _allocations(events: Any, path: tuple[Call, ...]) -> Iterator[tuple[Any, tup
             if event.extra_fields.device.type == "cpu":
                 yield event, path
         else:
-            is_operation = event.tag == _EventType.TorchOp
+            is_operation = event.tag == _EventType.TorchOp and not _wraps(event, event.name)
             yield from _allocations(
                 event.children, (*path, (event.name, event.start_time_ns)) if is_operation else path
             )
+
+
+def _wraps(event: Any, name: str) -> bool:
+    """Whether this is an operation on a tensor of Python's (float8), which runs others and itself on plain ones."""
+    return any(child.name == name or _wraps(child, name) for child in event.children)

@@ -88,14 +88,33 @@ def test_a_published_peak():
     assert memory_of(run)[0].peak.allocated / GIB == pytest.approx(41.17145, abs=0.005)
 
 
-def test_the_peak_of_a_whole_loss_is_three_fp32_copies_of_the_logits():
-    memory = memory_of(job("--model.flavor=8B", "--training.seq_len=8192", "--activation_checkpoint.mode=full"))[0]
-    logits = 8192 * 128_256 * 4
-    names = ("log-probabilities", "picked gradient", "d fp32 logits")
-    assert [memory.peak.terms["logits/loss", name] for name in names] == [logits] * 3
-    assert memory.peak.label == "backward loss"
+def loss_terms(*argv: str) -> dict[str, int]:
+    """Bytes at the peak of 8B with sequences of 8192, which the loss reaches."""
+    base = ("--model.flavor=8B", "--training.seq_len=8192", "--activation_checkpoint.mode=full")
+    memory = memory_of(job(*base, *argv))[0]
+    assert memory.peak.label == "forward loss"
     assert memory.peak.terms["activations", "x"] == 33 * 8192 * 4096 * 2
     assert sum(memory.peak.terms.values()) == memory.peak.allocated
+    return {name: size for (term, name), size in memory.peak.terms.items() if term == "logits/loss"}
+
+
+SMALL_TERMS = {  # hidden states and their gradient in bf16, one fp64 number per token
+    "normed": 8192 * 4096 * 2, "gradient of the hidden states": 8192 * 4096 * 2, "factors": 8192 * 8,
+}  # fmt: skip
+
+
+def test_the_peak_of_a_whole_loss_is_its_logits_in_bf16_and_in_fp32():
+    numbers = 8192 * 128_256
+    whole = {"logits": 2 * numbers, "probabilities": 4 * numbers}
+    assert loss_terms("--training.loss_chunks=1") == {**whole, **SMALL_TERMS}
+
+
+def test_the_peak_of_a_chunked_loss_is_the_gradient_of_the_table():
+    """Two chunks of 4096 tokens, as many as the model is wide: a chunk has as many logits as the table has weights.
+    Its gradient is added up in fp32, beside the products and the logits' gradient in bf16."""
+    numbers = 4096 * 128_256
+    table = {"fp32 sum": 4 * numbers, "logits": 2 * numbers, "probabilities": 4 * numbers}
+    assert loss_terms() == {**table, **SMALL_TERMS}
 
 
 def test_1f1b_order():
@@ -154,6 +173,7 @@ def test_what_a_step_leaves_is_what_stays():
         for memory in memory_of(run):
             left = memory.start.delta[0] + sum(segment.delta[0] for segment in memory.steps())
             buffers = sum(stage.receive_buffers for stage in memory.stages.values())
+            buffers += memory.left_gradients * run.shape.hidden
             padding = left - memory.resident.total - run.input_bytes - buffers
             # Gradients are views of padded buffers.
             assert padding == (memory.resident.parameters - memory.resident.gradients if run.wrapped else 0), run

@@ -18,6 +18,17 @@ CASES = {
     ),
     "tensor x shard": (4, False, ["--parallelism.tensor_parallel_degree=2"]),
     "one rank, QK-norm, tied": (1, True, ["--model.name=qwen3", "--training.local_batch_size=2"]),
+    "chunked loss": (4, True, ["--training.loss_chunks=3", "--training.local_batch_size=2"]),
+    "chunked loss, tensor": (4, True, ["--training.loss_chunks=4", "--parallelism.tensor_parallel_degree=2"]),
+    "chunked loss over the sequence": (
+        2, True,
+        ["--training.loss_chunks=4", "--parallelism.tensor_parallel_degree=2",
+         "--parallelism.enable_loss_parallel=false"],
+    ),
+    "whole loss, fp32, CPU": (1, False, ["--training.mixed_precision_param=float32", "--training.loss_chunks=1"]),
+    "an embedding that weighs more than the loss": (
+        1, True, ["--training.loss_chunks=4", "--activation_checkpoint.mode=full"]
+    ),
     "pipeline": (2, True, ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]),
 }  # fmt: skip
 

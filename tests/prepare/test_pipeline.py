@@ -325,8 +325,8 @@ def test_r043_memory_per_document_is_small(shop):
     few, more = peak(40_000), peak(130_000)  # both fill the three batches that may be on their way
     assert more < 400e6 and more - few < 90_000 * 60 + 20e6
     assert json.loads((shop.folder / "x130000.manifest.json").read_text())["documents"] == 130_000
-    small, large = (peak(1, size) for size in (4_000_000, 10_000_000))  # a token per byte: the worst case
-    assert large - small < 10 * 6e6
+    small, large = (peak(1, size) for size in (6_000_000, 18_000_000))  # a token per byte: the worst case
+    assert large - small < 10 * 12e6
 
 
 def test_a_worker_that_is_killed_ends_the_run(shop, monkeypatch):

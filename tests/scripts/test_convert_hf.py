@@ -170,3 +170,19 @@ def test_a_finished_run_is_exported_without_training(trained: Path, tmp_path: Pa
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
         trained / "hf" / "model.safetensors"
     ).read_bytes()
+
+
+def test_checkpoints_behind_urls(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there, back = f"file://{tmp_path}/bucket", tmp_path / "back"
+    convert_hf.main(["import", str(trained / "hf"), there])
+    convert_hf.main(["export", there, str(back)])
+    name = "model.safetensors"
+    assert (back / name).read_bytes() == (trained / "hf" / name).read_bytes()
+    capsys.readouterr()
+    tokenizer = trained.parent / "tokenizer.model"
+    argv = [f"--checkpoint={there}/step-0", f"--tokenizer={tokenizer}", "--prompt=def main(", "--temperature=0"]
+    generate.main(argv)
+    said = capsys.readouterr().out
+    generate.main([f"--checkpoint={trained / 'checkpoint'}", *argv[1:]])
+    assert capsys.readouterr().out == said and len(said) > 20
+    assert '"tape://x" cannot be used' in failing(capsys, "export", "tape://x", back)

@@ -72,9 +72,21 @@ def test_generation_stops_at_the_end_of_a_document(monkeypatch: pytest.MonkeyPat
     model = generate.load_model(
         trained, 2, generate.ModelConfig(**generate.checkpoint.read_record(trained, 2)["model"])
     )
+    tokens = iter([7, 8, 2, 9])
+    assert generate.generate(model, [5], 10, 1.0, 1, torch.Generator(), PIECES, end=2) == [5, 7, 8]
+
+
+def test_the_data_say_what_begins_and_ends_a_document(trained: Path) -> None:
     tokenizer = generate.Tokenizer(trained.parents[1] / "tokenizer.model")
-    tokens = iter([7, 8, tokenizer.eos_id, 9])
-    assert generate.generate(model, [5], 10, 1.0, 1, torch.Generator(), tokenizer) == [5, 7, 8]
+    ids = tokenizer.encode("def")
+    assert generate.first_ids({"begins_with": 8, "ends_with": 9}, tokenizer, "def") == ([8, *ids], 9)
+    assert generate.first_ids({"begins_with": 8, "ends_with": 9}, tokenizer, "") == ([8], 9)
+    eos = tokenizer.eos_id
+    assert generate.first_ids({"begins_with": None, "ends_with": None}, tokenizer, "") == ([eos], eos)
+    tokenizer.eos_id = -1
+    assert generate.first_ids({}, tokenizer, "def") == (ids, -1)
+    with pytest.raises(generate.ConfigError, match="begins or ends a document; give a --prompt"):
+        generate.first_ids({}, tokenizer, "")
 
 
 def test_a_step_or_the_newest(trained: Path) -> None:

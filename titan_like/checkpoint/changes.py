@@ -4,11 +4,11 @@ Where and how fast a run computes may change freely: the mesh, recompute, compil
 number of steps. What decides the numbers that it computes is another run's if it changes.
 """
 
-from pathlib import Path
 from typing import Any
 
 import tomli
 
+from titan_like.checkpoint.storage import Folder
 from titan_like.config.errors import ConfigError
 
 # Sections whose keys decide, but for those in FREE.
@@ -39,16 +39,16 @@ def changed_settings(saved: Settings, now: Settings, defaults: Settings) -> dict
     return changes
 
 
-def saved_settings(path: Path) -> Settings:
+def saved_settings(path: Folder) -> Settings:
     """The config in a checkpoint folder."""
-    return tomli.loads((path / "config.toml").read_text())
+    return tomli.loads((path / "config.toml").read_text("utf-8"))
 
 
 def is_decisive(key: str) -> bool:
     return key.split(".")[0] in DECISIVE and key not in FREE
 
 
-def require_allowed(path: Path, changes: dict[str, tuple[Any, Any]], allowed: bool) -> None:
+def require_allowed(path: Folder, changes: dict[str, tuple[Any, Any]], allowed: bool) -> None:
     """
     Raises:
         ConfigError: a decisive setting changed and checkpoint.allow_changes is off.

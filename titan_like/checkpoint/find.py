@@ -3,16 +3,19 @@
 from pathlib import Path
 
 from titan_like.checkpoint.commit import list_steps
+from titan_like.checkpoint.storage import Folder, locate
 from titan_like.config.errors import ConfigError
 
 
-def find_checkpoint(path: Path) -> tuple[Path, int]:
-    """(folder, step) of a step-N folder, or of the newest step inside a checkpoint folder.
+def find_checkpoint(name: str | Path) -> tuple[Folder, int]:
+    """(folder, step) of a step-N folder, or of the newest step inside a checkpoint folder; a path or a URL.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or no driver for the URL.
+        CheckpointError: the folder cannot be listed.
     """
-    if path.parent.is_dir() and path.name.startswith("step-"):
+    path = locate(name)
+    if path.name.startswith("step-"):
         named = [step for step in list_steps(path.parent) if path.name == f"step-{step}"]
         if named:
             return path.parent, named[0]

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from titan_like.checkpoint.manager import CheckpointError
+from titan_like.checkpoint.commit import CheckpointError
+from titan_like.checkpoint.dcp_files import reader
+from titan_like.checkpoint.storage import Folder
 from titan_like.config.errors import ConfigError
 from titan_like.models.decoder import Decoder
 from titan_like.models.flavors import ModelConfig
@@ -193,7 +195,7 @@ class Export:
             return {SINGLE: groups[0]}
         return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
-    def write(self, checkpoint: Path, rank: int = 0, world_size: int = 1) -> None:
+    def write(self, checkpoint: Folder, rank: int = 0, world_size: int = 1) -> None:
         """This rank's share of the files, under temporary names.
 
         Args:
@@ -246,7 +248,7 @@ class Export:
 
 
 def read_weights(
-    checkpoint: Path, config: ModelConfig, names: Iterable[str], dtype: torch.dtype = torch.float32
+    checkpoint: Folder, config: ModelConfig, names: Iterable[str], dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """Whole parameters of a step-N folder, converted to `dtype`, on this process alone.
 
@@ -258,7 +260,7 @@ def read_weights(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+            dcp.load(tensors, storage_reader=reader(checkpoint), no_dist=True)
     except dcp.api.CheckpointException as error:  # as a text, a page of traceback
         reason = error.failures[min(error.failures)][0] if error.failures else error
         raise CheckpointError(f"{checkpoint} could not be loaded: {reason}") from error
@@ -267,7 +269,7 @@ def read_weights(
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
-def export_torch(checkpoint: Path, file: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+def export_torch(checkpoint: Folder, file: Path, config: ModelConfig, dtype: torch.dtype) -> None:
     """One torch file with a state_dict that Decoder loads strictly; memory is the whole model.
 
     Raises:

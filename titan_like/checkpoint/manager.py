@@ -1,4 +1,4 @@
-"""Checkpoints: DCP shards in one folder per step, see commit.py for when a folder is one.
+"""Checkpoints: DCP shards in one folder per step, local or behind a URL; see commit.py for when a folder is one.
 
     <folder>/step-50/  .metadata, *.distcp   tensors (DCP): "model.<parameter>", "optimizer.<parameter>.<state>"
                        record.json           step, counters, position in the data, model shape, mesh, versions, command
@@ -10,14 +10,14 @@ Names and values do not depend on the mesh: any composition loads what any other
 written over. saver.py saves in the background.
 """
 
+import io
 import json
 import logging
 import random
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial as bind
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,23 +29,21 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_like.checkpoint.commit import (
     CheckpointError,
-    Entry,
     commit,
     find_damage,
     list_steps,
-    measure,
     step_folder,
-    sync,
     uncommitted_steps,
-    write_synced,
 )
+from titan_like.checkpoint.dcp_files import Group, dcp_save, reader
+from titan_like.checkpoint.storage import Entry, Folder, is_there, store_of
 from titan_like.config.errors import ConfigError
+from titan_like.quantize.float8 import plain
 
 __all__ = ["CheckpointError", "choose_step", "find_damage", "list_steps", "load", "read_record", "save"]
 logger = logging.getLogger(__name__)
 
-Group = dist.ProcessGroup | None  # None: the default group
-Writer = Callable[[dict[str, Tensor], Path, Group], Any]
+Writer = Callable[[dict[str, Tensor], Any, Group], dict[str, Entry]]
 
 
 class Named(Protocol):
@@ -56,7 +54,7 @@ class Named(Protocol):
 
 def model_tensors(model: Named) -> dict[str, Tensor]:
     """Parameters by name; a table with two copies here once."""
-    return {f"model.{name}": copies[0].detach() for name, copies in _copies(model).items()}
+    return {f"model.{name}": plain(copies[0].detach()) for name, copies in _copies(model).items()}
 
 
 def optimizer_tensors(model: Named, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -106,7 +104,7 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
-def choose_step(folder: Path, resume: str | int, *, verify: bool = True) -> int | None:
+def choose_step(folder: Folder, resume: str | int, *, verify: bool = True) -> int | None:
     """The step that `checkpoint.resume` means here, None for a fresh start; the same on every rank; collective.
 
     Looks at the files, with `verify` at every byte, each rank at its share. With "auto" a damaged checkpoint is named
@@ -145,7 +143,7 @@ def choose_step(folder: Path, resume: str | int, *, verify: bool = True) -> int 
     return None
 
 
-def require_intact(folder: Path, step: int, *, verify: bool = True) -> None:
+def require_intact(folder: Folder, step: int, *, verify: bool = True) -> None:
     """Collective where there is a process group, each rank reading its share of the files.
 
     Raises:
@@ -162,7 +160,7 @@ def require_intact(folder: Path, step: int, *, verify: bool = True) -> None:
         raise CheckpointError("; ".join(found))
 
 
-def read_record(folder: Path, step: int) -> dict[str, Any]:
+def read_record(folder: Folder, step: int) -> dict[str, Any]:
     """What the checkpoint says of itself; see the module docstring.
 
     Raises:
@@ -170,13 +168,13 @@ def read_record(folder: Path, step: int) -> dict[str, Any]:
     """
     path = step_folder(folder, step) / "record.json"
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return json.loads(path.read_text("utf-8"))
+    except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def save(
-    folder: Path,
+    folder: Folder,
     step: int,
     tensors: dict[str, Tensor],
     record: Mapping[str, Any],
@@ -191,49 +189,40 @@ def save(
     Args:
         rng: this rank's random state, default: as it is now.
         group: of all ranks; used by nothing else at the same time. Must be able to move CPU tensors.
-        write: (tensors, folder, group) -> None; default: dcp.save.
+        write: (tensors, folder, group) -> the files that this rank has written; default: dcp_save.
     Raises:
         CheckpointError: on every rank, with the path and the reason; earlier checkpoints are untouched.
     """
-    final = step_folder(folder, step)
-    partial = folder / f"{final.name}.tmp"
+    store, final = store_of(folder), step_folder(folder, step)
+    draft = store.draft(final)
     rank = dist.get_rank(group)
     every_rank = bind(_together, group, f"the checkpoint of step {step} could not be written to {final}")
-    if every_rank(lambda: rank == 0 and final.exists())[0]:
-        raise CheckpointError(f"{final} exists and is never written over; choose another job.dump_folder")
-
-    def prepare() -> None:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+    if every_rank(lambda: rank == 0 and store.exists(final))[0]:
+        raise CheckpointError(f"{final} exists and is never written over; choose another folder")
 
     def write_here() -> dict[str, Entry]:
-        (write or dcp_save)(tensors, partial, group)  # agrees on its errors, so it comes first
-        rng_file = partial / f"rng-{rank}.pt"
-        torch.save(rng or random_state(), rng_file)
-        sync(rng_file)
-        return {path.name: measure(path) for path in [rng_file, *partial.glob(f"__{rank}_*.distcp")]}
+        files = (write or dcp_save)(tensors, draft, group)  # agrees on its errors, so it comes first
+        state = io.BytesIO()
+        torch.save(rng or random_state(), state)
+        return {**files, f"rng-{rank}.pt": store.write(draft / f"rng-{rank}.pt", state.getvalue())}
 
     def finish(files: dict[str, Entry]) -> None:
-        if rank == 0:
-            write_synced(partial / "config.toml", config_toml)
-            write_synced(partial / "record.json", json.dumps({"step": step, **record}, indent=1))
-            for name in (".metadata", "config.toml", "record.json"):
-                files[name] = measure(partial / name)
-            commit(partial, final, step, files)
+        if rank != 0:
+            return
+        texts = {"config.toml": config_toml, "record.json": json.dumps({"step": step, **record}, indent=1)}
+        for name, text in texts.items():
+            files[name] = store.write(draft / name, text.encode())
+        commit(draft, final, step, files)
 
     try:
-        every_rank(prepare)
+        every_rank(lambda: rank == 0 and store.begin(draft))
         files = {name: entry for found in every_rank(write_here) for name, entry in found.items()}
         every_rank(lambda: finish(files))
     except CheckpointError:
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+            with suppress(Exception):
+                store.remove(draft)  # a full disk needs the room
         raise
-
-
-def dcp_save(tensors: dict[str, Tensor], path: Path, group: Group) -> None:
-    dcp.save(tensors, checkpoint_id=path, process_group=group)
 
 
 def _together(group: Group, message: str, action: Callable[[], Any]) -> list[Any]:
@@ -254,7 +243,7 @@ def _together(group: Group, message: str, action: Callable[[], Any]) -> list[Any
     return [result for result, _ in gathered]
 
 
-def load(folder: Path, step: int, tensors: dict[str, Tensor], *, rng: bool, verify: bool = True) -> None:
+def load(folder: Folder, step: int, tensors: dict[str, Tensor], *, rng: bool, verify: bool = True) -> None:
     """Read the values of `tensors` in place, and this rank's random state; collective where there is a process group.
 
     Args:
@@ -269,21 +258,24 @@ def load(folder: Path, step: int, tensors: dict[str, Tensor], *, rng: bool, veri
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # generate.py loads without a group
             _check_fit(path, tensors)
-            dcp.load(tensors, checkpoint_id=path)
-    except (OSError, dcp.api.CheckpointException, ValueError, RuntimeError) as error:
+            dcp.load(tensors, storage_reader=reader(path))
+        if rng:
+            _load_random_state(path / f"rng-{dist.get_rank()}.pt")
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is a BaseException
         raise CheckpointError(f"{path} could not be loaded: {_reason(error)}") from error
-    if not rng:
-        return
-    state = path / f"rng-{dist.get_rank()}.pt"
-    if state.is_file():
-        set_random_state(torch.load(state, weights_only=True))
+
+
+def _load_random_state(path: Folder) -> None:
+    if is_there(path):
+        set_random_state(torch.load(io.BytesIO(path.read_bytes()), weights_only=True))
     else:
-        logger.warning("%s has no random state for rank %d; it keeps that of its seed", path, dist.get_rank())
+        rank = dist.get_rank()
+        logger.warning("%s has no random state for rank %d; it keeps that of its seed", path.parent, rank)
 
 
-def _check_fit(path: Path, tensors: dict[str, Tensor]) -> None:
+def _check_fit(path: Folder, tensors: dict[str, Tensor]) -> None:
     """DCP itself stops at the first missing tensor and casts to another dtype without a word."""
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = reader(path).read_metadata().state_dict_metadata
     problems = []
     for name, tensor in tensors.items():
         there = saved.get(name)

@@ -2,10 +2,10 @@
 
 import os
 import socket
-from pathlib import Path
 
 from titan_like.checkpoint.commit import CheckpointError, list_steps
 from titan_like.checkpoint.manager import from_rank_0, read_record
+from titan_like.checkpoint.storage import Folder
 
 
 def launch_id() -> str:
@@ -19,12 +19,12 @@ def is_restart() -> bool:
     return any(int(os.environ.get(name) or 0) for name in ("TITAN_LIKE_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
 
 
-def resume_of_attempt(folder: Path, resume: str | int) -> str | int:
+def resume_of_attempt(folder: Folder, resume: str | int) -> str | int:
     """checkpoint.resume, but "auto" once this launch has saved a checkpoint in `folder`; collective."""
     return from_rank_0("auto" if is_restart() and _has_saved(folder) else resume)
 
 
-def _has_saved(folder: Path) -> bool:
+def _has_saved(folder: Folder) -> bool:
     for step in reversed(list_steps(folder)):
         try:
             if read_record(folder, step).get("launch") == launch_id():

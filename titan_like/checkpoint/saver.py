@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from titan_like.checkpoint.commit import CheckpointError, retain, step_folder
-from titan_like.checkpoint.manager import Group, dcp_save, random_state, save
+from titan_like.checkpoint.dcp_files import Group, dcp_save, written_here
+from titan_like.checkpoint.manager import random_state, save
 from titan_like.checkpoint.staging import Staging
+from titan_like.checkpoint.storage import Entry, Folder
 from titan_like.config.schema import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ class Saver:
             timeout limits how long one rank may write while the others wait.
     """
 
-    def __init__(self, folder: Path, settings: Checkpoint, group: Group = None) -> None:
+    def __init__(self, folder: Folder, settings: Checkpoint, group: Group = None) -> None:
         self.folder, self._settings, self._group = folder, settings, group
         self._thread: ThreadPoolExecutor | None = None
         if settings.async_mode != "disabled":
@@ -112,8 +114,9 @@ class _AsIs(AsyncStager):
     def close(self) -> None: ...
 
 
-def _save_in_process(tensors: dict[str, Tensor], path: Path, group: Group) -> None:
-    """dcp.save in a process beside this one, which torch starts at the first use and ends with this one."""
+def _save_in_process(tensors: dict[str, Tensor], path: Path, group: Group) -> dict[str, Entry]:
+    """dcp_save, of a local folder, in a process beside this one, which torch starts at the first use and ends with this
+    one."""
     future: Any = dcp.async_save(
         tensors,
         checkpoint_id=path,
@@ -122,3 +125,4 @@ def _save_in_process(tensors: dict[str, Tensor], path: Path, group: Group) -> No
         async_stager=_AsIs(),
     )
     future.result()
+    return written_here(path, dist.get_rank(group))

@@ -6,11 +6,29 @@ Sentences name keys in full (`training.steps`): load.py leaves out those about k
 from math import prod
 from pathlib import Path
 
-from titan_like.config.composition import refusals, stage_count
+from titan_like.config.composition import refusals, stage_count, tokens_of_loss
 from titan_like.config.describe import as_text
 from titan_like.config.pipeline_csv import read_schedule
-from titan_like.config.schema import SCHEDULES, SINGLE_STAGE, V_SHAPED, Checkpoint, Config, Optimizer, Parallelism
+from titan_like.config.schema import (
+    SCHEDULES,
+    SINGLE_STAGE,
+    V_SHAPED,
+    Checkpoint,
+    Config,
+    Float8,
+    Optimizer,
+    Parallelism,
+    Profiling,
+)
 
+PROFILING_NEEDS = {  # what each key of [profiling] needs one of
+    "save_traces_folder": ("enable_profiling",),
+    "profiler_active": ("enable_profiling",),
+    "profiler_warmup": ("enable_profiling",),
+    "profile_freq": ("enable_profiling", "enable_memory_snapshot"),
+    "profiler_ranks": ("enable_profiling", "enable_memory_snapshot"),
+    "save_memory_snapshot_folder": ("enable_memory_snapshot",),
+}
 DEGREES = (  # of every axis but the one that can take the rest
     "data_parallel_replicate_degree",
     "context_parallel_degree",
@@ -25,9 +43,13 @@ def cross_checks(config: Config) -> list[str]:
         *_schedule(config),
         *_batch(config, max(config.parallelism.data_parallel_shard_degree, 1)),
         *_sequence(config),
+        *_loss(config),
         *_blend(config),
         *_pipeline(config),
         *_unused(config),
+        *_float8(config),
+        *_profiling(config),
+        *_urls(config),
         *refusals(config),
     ]
 
@@ -107,6 +129,17 @@ def _sequence(config: Config) -> list[str]:
     return [
         f"training.seq_len ({seq_len}) is not a multiple of {' x '.join(parts)} = {unit}, by which sequences are cut; "
         f"set it to {f'{below} or ' if below else ''}{below + unit}"
+    ]
+
+
+def _loss(config: Config) -> list[str]:
+    """No chunk may be empty."""
+    chunks, tokens = config.training.loss_chunks, tokens_of_loss(config)
+    if chunks <= tokens:
+        return []
+    return [
+        f"training.loss_chunks ({chunks}) exceeds the tokens that a rank's loss sees at a time ({tokens}); lower it, "
+        "or leave it at -1"
     ]
 
 
@@ -217,6 +250,69 @@ def _pipeline_csv(config: Config, micro_batches: int) -> list[str]:
         problems.append(
             f"parallelism.pipeline_parallel_split names {split + 1} stages, but {path} runs {schedule.stages}; "
             "make them equal"
+        )
+    return problems
+
+
+def _urls(config: Config) -> list[str]:
+    """Checkpoints alone may lie behind a URL; a second process would write to its own memory://."""
+    local = {"job.dump_folder": config.job.dump_folder, "checkpoint.export_hf": config.checkpoint.export_hf}
+    problems = [
+        f"{key} ({value}) is a URL, but only checkpoint.folder can be one; name a local folder"
+        for key, value in local.items()
+        if "://" in value
+    ]
+    if "://" in config.checkpoint.folder and config.checkpoint.async_mode == "process":
+        problems.append(
+            f"checkpoint.async_mode (process) writes to local folders only, but checkpoint.folder is "
+            f"{config.checkpoint.folder}; set checkpoint.async_mode to thread"
+        )
+    return problems
+
+
+def _float8(config: Config) -> list[str]:
+    """Float8 settings without effect."""
+    settings = config.float8
+    if not settings.enable:
+        return [
+            f"float8.{key} ({as_text(getattr(settings, key))}) has no effect with float8.enable (false); "
+            "leave it out or set float8.enable to true"
+            for key, field in Float8.model_fields.items()
+            if getattr(settings, key) != field.default
+        ]
+    if settings.precompute_float8_dynamic_scale_for_fsdp and not settings.enable_fsdp_float8_all_gather:
+        return [
+            "float8.precompute_float8_dynamic_scale_for_fsdp (true) has no effect without "
+            "float8.enable_fsdp_float8_all_gather; set that too or leave it out"
+        ]
+    return []
+
+
+def _profiling(config: Config) -> list[str]:
+    settings, problems = config.profiling, []
+    on = {"enable_profiling": settings.enable_profiling, "enable_memory_snapshot": settings.enable_memory_snapshot}
+    for key, switches in PROFILING_NEEDS.items():
+        value, field = getattr(settings, key), Profiling.model_fields[key]
+        if value != field.default and not any(on[switch] for switch in switches):
+            wanted = " or ".join(f"profiling.{switch}" for switch in switches)
+            problems.append(
+                f"profiling.{key} ({as_text(value)}) has no effect without {wanted}; set that or leave it out"
+            )
+    if settings.enable_profiling and settings.profiler_warmup + settings.profiler_active > settings.profile_freq:
+        problems.append(
+            f"profiling.profiler_warmup ({settings.profiler_warmup}) + profiling.profiler_active "
+            f"({settings.profiler_active}) exceed profiling.profile_freq ({settings.profile_freq}); raise "
+            "profiling.profile_freq or lower one"
+        )
+    first = settings.profile_freq - settings.profiler_active + 1
+    if settings.enable_profiling and first > config.training.steps:
+        problems.append(
+            f"profiling.profile_freq ({settings.profile_freq}) is beyond training.steps ({config.training.steps}), "
+            "so no step would be traced; lower it"
+        )
+    if settings.enable_memory_snapshot and config.comm.mode == "real" and config.comm.backend == "gloo":
+        problems.append(
+            "profiling.enable_memory_snapshot needs a GPU, but comm.backend gloo trains on the CPU; turn it off"
         )
     return problems
 

@@ -39,6 +39,17 @@ def stage_count(config: Config) -> int:
     return degree if name in SINGLE_STAGE else 2 * degree
 
 
+def tokens_of_loss(config: Config) -> int:
+    """Tokens of a micro-batch whose logits one rank makes."""
+    training, parallelism = config.training, config.parallelism
+    is_pipelined = parallelism.pipeline_parallel_degree > 1
+    rows = parallelism.pipeline_parallel_microbatch_size if is_pipelined else training.local_batch_size
+    cuts = parallelism.context_parallel_degree
+    if not parallelism.enable_loss_parallel:
+        cuts *= parallelism.tensor_parallel_degree
+    return rows * training.seq_len // cuts
+
+
 FEATURES: dict[str, Callable[[Config], bool]] = {
     "replicate": lambda c: c.parallelism.data_parallel_replicate_degree > 1,
     "shard (FSDP2)": lambda c: c.parallelism.data_parallel_shard_degree > 1,
@@ -61,7 +72,12 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
         c.activation_checkpoint.mode == "selective" and c.activation_checkpoint.selective_ac_option == "op"
     ),
     "compile": lambda c: c.compile.enable,
+    "chunked loss": lambda c: c.training.loss_chunks > 1,
+    "z-loss": lambda c: c.training.z_loss > 0,
     "async tensor": lambda c: c.parallelism.enable_async_tensor_parallel,
+    "float8 tensorwise": lambda c: c.float8.enable and c.float8.recipe == "tensorwise",
+    "float8 rowwise": lambda c: c.float8.enable and c.float8.recipe != "tensorwise",
+    "float8 all-gather": lambda c: c.float8.enable and c.float8.enable_fsdp_float8_all_gather,
     "bfloat16": lambda c: c.training.mixed_precision_param == "bfloat16",
 }
 
@@ -76,6 +92,11 @@ class Rule:
 
 
 RULES = (
+    Rule(
+        ("float8 rowwise", "float8 all-gather"),
+        "a weight that is gathered in float8 has one scale; set float8.recipe to tensorwise or turn "
+        "float8.enable_fsdp_float8_all_gather off",
+    ),
     Rule(
         ("pipeline, split backward", "compile"),
         "the compiled backward gives wrong weight gradients when it is run in two halves; turn compile.enable off or "

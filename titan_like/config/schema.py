@@ -20,6 +20,8 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage share 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)  # gradients of inputs and of weights at different times
 SCHEDULES = (*SINGLE_STAGE, "LoopedBFS", "Interleaved1F1B", *SPLIT_BACKWARD)
 
+AUTO_FILTER = "auto_filter_small_kn"  # torchtitan's name for the filter by size
+
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 MinusOne = Annotated[int, Field(ge=-1, le=-1)]  # not Literal[-1], which takes -1.0 even in strict mode
@@ -27,6 +29,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_list_to_tuple)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Naturals = Annotated[tuple[Natural, ...], BeforeValidator(_list_to_tuple)]
 Layers = Annotated[tuple[Positive, ...], BeforeValidator(_list_to_tuple)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list_to_tuple)]
 Precision = Literal["float32", "bfloat16"]
@@ -71,12 +74,28 @@ class Training(Section):
     deterministic: bool = Field(False, description="bitwise repeatable kernels, slower")
     mixed_precision_param: Precision = Field("bfloat16", description="dtype of the weights while computing")
     mixed_precision_reduce: Precision = Field("float32", description="dtype of the gradients while being reduced")
+    loss_chunks: MinusOne | Positive = Field(
+        -1,
+        description="the head and the loss go over a micro-batch's tokens in so many chunks, one chunk's logits at a "
+        "time; 1: all at once; -1: chunks of as many tokens as the model is wide, or of 1024",
+    )
+    z_loss: float = Field(
+        0.0, ge=0, description="factor of the squared log of the softmax's denominator, added to the training loss"
+    )
     skip_nonfinite: bool = Field(
         True, description="skip a step whose gradient is not finite, and say so; false: stop at the next logged step"
     )
     gc_freq: Positive = Field(
         50, description="steps between two garbage collections of Python, which all ranks do at the same step"
     )
+
+    def chunks_of(self, tokens: int, dim: int) -> int:
+        """Chunks of the loss over `tokens` hidden states of width `dim` on one rank.
+
+        A chunk as long as the model is wide has as many logits as the head has weights: shorter ones would save little
+        and make the sum of the head's gradient, which is read and written once per chunk, dearer than the products.
+        """
+        return self.loss_chunks if self.loss_chunks > 0 else -(-tokens // max(dim, 1024))
 
 
 class Weighted(Section):
@@ -165,7 +184,9 @@ class Parallelism(Section):
         "never also reduces gradients once per step instead of once per micro-batch",
     )
     enable_loss_parallel: bool = Field(
-        True, description="with tensor parallel: each rank keeps its part of the vocabulary, logits are never gathered"
+        True,
+        description="with tensor parallel: each rank has the logits of its part of the vocabulary; false: of its part "
+        "of the sequence, for which the head's table is gathered",
     )
     enable_async_tensor_parallel: bool = Field(
         False, description="overlap tensor-parallel communication with matrix products (GPU, needs compile.enable)"
@@ -193,7 +214,10 @@ class Parallelism(Section):
 class ActivationCheckpoint(Section):
     """Recompute activations in the backward pass instead of keeping them."""
 
-    mode: Literal["none", "selective", "full"] = Field("none", description="which blocks recompute what")
+    mode: Literal["none", "selective", "full", "auto"] = Field(
+        "none",
+        description="which blocks recompute what; auto: the lightest of these that fits estimation.device or the GPU",
+    )
     selective_ac_option: Literal["op"] | Positive = Field(
         "op",
         description="selective: op keeps every second matrix product, attention and reductions; n: every n-th layer",
@@ -211,11 +235,33 @@ class Compile(Section):
     )
 
 
+class Float8(Section):
+    """Matrix products of linear layers in float8, through torchao; the weights themselves stay as they are."""
+
+    enable: bool = Field(False, description="convert linear layers; pays on large ones, with compile.enable")
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+        "tensorwise",
+        description="one scale per tensor, fastest; one per row, more exact; the same with weight gradients in bf16",
+    )
+    filter_fqns: Texts = Field(
+        (AUTO_FILTER,),
+        description="layers that are not converted: those whose name holds one of these; "
+        f'"{AUTO_FILTER}": those too small to gain. Never converted: the head, sizes that 16 does not divide',
+    )
+    enable_fsdp_float8_all_gather: bool = Field(
+        False, description="FSDP gathers the weights in float8: half the bytes of bf16 (tensorwise only)"
+    )
+    precompute_float8_dynamic_scale_for_fsdp: bool = Field(
+        False, description="find the scales for that gather in one collective after each update"
+    )
+    emulate: bool = Field(False, description="compute float8 products in fp32, slowly, on any hardware: for tests")
+
+
 class Checkpoint(Section):
     """Saving and resuming."""
 
     enable: bool = Field(True, description="save checkpoints, and allow resuming from them")
-    folder: Text = Field("checkpoint", description="where they lie: inside job.dump_folder, or an absolute path")
+    folder: Text = Field("checkpoint", description="where they lie: inside job.dump_folder, an absolute path, or a URL")
     interval: Positive = Field(500, description="steps between two checkpoints; the last step is always saved")
     keep_latest_k: Natural = Field(3, description="checkpoints that are kept; 0: all")
     keep_every_n: Natural = Field(0, description="keep those of steps that are multiples of n, for ever; 0: none")
@@ -262,6 +308,27 @@ class Metrics(Section):
     )
 
 
+class Profiling(Section):
+    """Traces of chosen steps, and snapshots of GPU memory, one file per rank."""
+
+    enable_profiling: bool = Field(False, description="write traces; scripts/where_time_goes.py adds one up")
+    save_traces_folder: Text = Field(
+        "profile_traces", description="for the traces: inside job.dump_folder, or an absolute path"
+    )
+    profile_freq: Positive = Field(
+        10, description="steps between two traces or snapshots, which end with steps that are multiples of it"
+    )
+    profiler_active: Positive = Field(1, description="steps in a trace")
+    profiler_warmup: Natural = Field(3, description="steps before a trace that are recorded and thrown away")
+    profiler_ranks: Naturals = Field((), description="ranks that write; empty: all")
+    enable_memory_snapshot: bool = Field(
+        False, description="write snapshots, also when memory runs out; see docs.pytorch.org/memory_viz (GPU)"
+    )
+    save_memory_snapshot_folder: Text = Field(
+        "memory_snapshot", description="for the snapshots: inside job.dump_folder, or an absolute path"
+    )
+
+
 class Comm(Section):
     """Communication between the processes."""
 
@@ -295,8 +362,10 @@ class Config(Section):
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
+    float8: Float8 = Float8()
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()
     metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
     comm: Comm = Comm()
     estimation: Estimation = Estimation()

@@ -5,6 +5,7 @@ K key/value heads, H head size, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -121,6 +122,22 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class Head(nn.Linear):
+    """The table of the vocabulary: makes logits, or the loss of labels without ever making all logits.
+
+    Attributes:
+        loss: (hidden, table, labels, factors) -> loss, see loss.py; parallel/apply.py sets it.
+    """
+
+    loss: Callable[..., Tensor] | None = None
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, factors: Tensor | None = None) -> Tensor:
+        if labels is None:
+            return super().forward(x)
+        assert self.loss is not None, "a decoder that was not built by parallel/apply.py knows no loss"
+        return self.loss(x, self.weight, labels, factors)
+
+
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head, or a pipeline stage's part of them.
 
@@ -133,7 +150,7 @@ class Decoder(nn.Module):
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output: Head | None = Head(config.dim, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -161,7 +178,9 @@ class Decoder(nn.Module):
         x: Tensor,  # tokens (B, S) int64 in the first stage, else hidden states (B, S, D)
         positions: Tensor,  # (B, S) int64: the rotary position of each token
         starts: Tensor | None = None,  # (B, S) int64: see document_bounds; None: a row is one document
-    ) -> Tensor:  # logits (B, S, V) in the last stage, else hidden states (B, S, D)
+        labels: Tensor | None = None,  # (B, S) int64: the last stage returns their loss instead of logits
+        factors: Tensor | None = None,  # broadcasts to (B, S): of the labels' losses; None: 1
+    ) -> Tensor:  # logits (B, S, V) or loss () in the last stage, else hidden states (B, S, D)
         angles = positions[..., None, None] * rope_frequencies(self.config, positions.device)
         cos, sin = angles.cos(), angles.sin()
         mask = None if starts is None else self.attention_mask(starts)
@@ -170,7 +189,7 @@ class Decoder(nn.Module):
             h = layer(h, cos, sin, mask)
         if self.norm is None or self.output is None:
             return h
-        return self.output(self.norm(h))
+        return self.output(self.norm(h), labels=labels, factors=factors)
 
 
 def canonical_name(name: str, config: ModelConfig) -> str:

@@ -1,14 +1,11 @@
 """From a model shape to this rank's part of a parallel model: the one place that knows the order of wrapping."""
 
 import logging
-from collections.abc import Callable
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from titan_like.config.schema import Config
-from titan_like.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
+from titan_like.loss import LinearCrossEntropy, Vocabulary, chunk_loss
 from titan_like.models.decoder import Decoder
 from titan_like.models.flavors import ModelConfig
 from titan_like.parallel.compile import compile_blocks
@@ -20,6 +17,8 @@ from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.pipeline import Pipeline, layer_ranges, shard_slice, stages_of_rank
 from titan_like.parallel.recompute import recompute_blocks, recompute_operations
 from titan_like.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
+from titan_like.quantize.float8 import convert
+from titan_like.quantize.layers import float8_plan
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +36,9 @@ def build_model(model_config: ModelConfig, config: Config, mesh: Mesh, device: t
 def wrap_model(model_config: ModelConfig, config: Config, mesh: Mesh, device: torch.device) -> ParallelModel:
     """The same without any memory: every parameter is on meta."""
     parallelism, degree = config.parallelism, mesh.degree("cp")
+    float8 = float8_plan(model_config, config) if config.float8.enable else None
+    for line in float8.describe() if float8 else ():
+        logger.info("float8 (%s%s): %s", config.float8.recipe, ", emulated" * config.float8.emulate, line)
     ranges = layer_ranges(model_config, config)
     stages = stages_of_rank(config, mesh.axes["pp"].get_local_rank())
     parts = []
@@ -44,16 +46,16 @@ def wrap_model(model_config: ModelConfig, config: Config, mesh: Mesh, device: to
         with torch.device("meta"):
             part = Decoder(model_config)
         part.keep_stage(ranges[stage], first=stage == 0, last=stage == len(ranges) - 1)
+        if float8 is not None:  # before all wrapping
+            convert(part, float8.converted, config.float8)
         wrap_part(part, config, mesh)
         parts.append(part)
         logger.info("stage %d of %d: layers %d to %d", stage, len(ranges), ranges[stage][0], ranges[stage][-1])
-    loss = build_loss(model_config, config, mesh)
     return ParallelModel(
         config=model_config,
         mesh=mesh,
         parts=parts,
-        loss=loss,
-        pipeline=Pipeline(parts, config, mesh, device, loss) if mesh.degree("pp") > 1 else None,
+        pipeline=Pipeline(parts, config, mesh, device) if mesh.degree("pp") > 1 else None,
         sequence_index=None
         if degree == 1
         else local_index(
@@ -63,6 +65,7 @@ def wrap_model(model_config: ModelConfig, config: Config, mesh: Mesh, device: to
             load_balance=parallelism.context_parallel_load_balance,
         ).to(device),
         reduces_once=parallelism.fsdp_reshard_after_forward == "never",
+        precomputes_scales=config.float8.precompute_float8_dynamic_scale_for_fsdp,
     )
 
 
@@ -73,8 +76,15 @@ def wrap_part(part: Decoder, config: Config, mesh: Mesh) -> None:
     operation lies inside, where it sees the operations.
     """
     parallelism, recompute = config.parallelism, config.activation_checkpoint
+    if part.output is not None:
+        part.output.loss = build_loss(part.config, config, mesh)
     if mesh.degree("tp") > 1:
-        apply_tensor_parallel(part, mesh.sharding["tp"], loss_parallel=parallelism.enable_loss_parallel)
+        apply_tensor_parallel(
+            part,
+            mesh.sharding["tp"],
+            loss_parallel=parallelism.enable_loss_parallel,
+            float8_gather=config.float8.enable and config.float8.recipe == "tensorwise",
+        )
         if parallelism.enable_async_tensor_parallel:
             enable_async_tensor_parallel(mesh.sharding["tp"])
     if mesh.degree("cp") > 1:
@@ -101,16 +111,21 @@ def wrap_part(part: Decoder, config: Config, mesh: Mesh) -> None:
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
         reshard_after_forward=reshard == "always" or (reshard == "default" and mesh.degree("pp") == 1),
+        always=config.float8.enable_fsdp_float8_all_gather,
     )
 
 
-def build_loss(model_config: ModelConfig, config: Config, mesh: Mesh) -> Callable[[Tensor, Tensor], Tensor]:
-    """(logits, labels) -> summed loss, over this rank's part of the vocabulary where it has one."""
-    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+def build_loss(model_config: ModelConfig, config: Config, mesh: Mesh) -> LinearCrossEntropy:
+    """The head's loss, over this rank's part of the vocabulary where it has one."""
+    part = None
     if mesh.degree("tp") > 1 and config.parallelism.enable_loss_parallel:
         tp = mesh.sharding["tp"]
-        columns = shard_slice(model_config.vocab_size, tp.size(), tp.get_local_rank())
-        loss = partial(vocab_parallel_cross_entropy_sum, start=columns.start, group=tp.get_group().group_name)
-    if config.compile.enable and "loss" in config.compile.components:
-        loss = torch.compile(loss)
-    return loss
+        rows = shard_slice(model_config.vocab_size, tp.size(), tp.get_local_rank())
+        part = Vocabulary(rows.start, tp.get_group().group_name)
+    is_compiled = config.compile.enable and "loss" in config.compile.components
+    return LinearCrossEntropy(
+        chunks=config.training.chunks_of,
+        z_loss=config.training.z_loss,
+        part=part,
+        chunk_loss=torch.compile(chunk_loss) if is_compiled else chunk_loss,
+    )

@@ -11,15 +11,21 @@ from titan_like.parallel.mesh import Mesh
 
 
 def apply_data_parallel(
-    model: Decoder, mesh: Mesh, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: bool
+    model: Decoder,
+    mesh: Mesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    always: bool = False,
 ) -> None:
     """Shard each block, the embedding and the head over `fsdp`, replicate over `dp_replicate`.
 
     A replica is an HSDP mesh with one shard. One rank in fp32 needs no wrapping; one rank in bf16 does, since the
-    wrapper keeps the fp32 parameters and casts them for compute.
+    wrapper keeps the fp32 parameters and casts them for compute, or to float8 (`always`).
     """
     replicate, shard = mesh.sharding["dp_replicate"], mesh.sharding["fsdp"]
-    if replicate.size() * shard.size() == 1 and param_dtype == torch.float32:
+    if replicate.size() * shard.size() == 1 and param_dtype == torch.float32 and not always:
         return
     # Inputs are not cast: they are token ids and fp32 rotary tables, which must stay as they are.
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)

@@ -1,7 +1,7 @@
 """This rank's part of a parallel model, as the training step sees it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from titan_like.models.decoder import Decoder, canonical_name
 from titan_like.models.flavors import ModelConfig
 from titan_like.parallel.mesh import Mesh
 from titan_like.parallel.pipeline import Pipeline
+from titan_like.quantize.float8 import precompute_scales
 
 
 @dataclass(frozen=True)
@@ -23,18 +25,18 @@ class ParallelModel:
 
     Attributes:
         parts: this rank's pipeline stages, in order; without pipelining the whole decoder.
-        loss: (logits, labels) of a part that ends in the head -> summed loss.
         sequence_index: the indices of a row that this rank holds, (S / cp,) int64; None: all.
         reduces_once: gradients are reduced with the last micro-batch of a step only.
+        precomputes_scales: the float8 scales of the weights are found after each update, not as they are gathered.
     """
 
     config: ModelConfig
     mesh: Mesh
     parts: list[Decoder]
-    loss: Callable[[Tensor, Tensor], Tensor]
     pipeline: Pipeline | None
     sequence_index: Tensor | None
     reduces_once: bool
+    precomputes_scales: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names that they have in checkpoints. A table that is tied across pipeline stages comes
@@ -57,19 +59,22 @@ class ParallelModel:
     def forward_backward(self, batch: Any, scale: Tensor, *, is_last: bool) -> Tensor:
         """Add up gradients of scale x summed loss; returns that loss, 0 on ranks without the last stage."""
         if self.pipeline is not None:
-            return self.pipeline.forward_backward(batch, scale)
+            with record_function("pipeline"):  # whose schedule names each forward and backward itself
+                return self.pipeline.forward_backward(batch, scale)
         model = self.parts[0]
         if self.reduces_once and isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
-        loss = self.loss(model(batch.tokens, batch.positions, batch.starts), batch.labels) * scale
-        loss.backward()
+        with record_function("forward"):
+            loss = model(batch.tokens, batch.positions, batch.starts, batch.labels, scale)
+        with record_function("backward"):
+            loss.backward()
         return loss.detach()
 
     def forward(self, batch: Any) -> Tensor:
         """Summed loss without gradients, 0 on ranks without the last stage."""
         if self.pipeline is not None:
             return self.pipeline.forward(batch)
-        return self.loss(self.parts[0](batch.tokens, batch.positions, batch.starts), batch.labels)
+        return self.parts[0](batch.tokens, batch.positions, batch.starts, batch.labels)
 
     def finish_gradients(self) -> list[tuple[nn.Parameter, int]]:
         """Complete the gradients after the last backward; returns each parameter with the number of its copies on
@@ -85,6 +90,11 @@ class ParallelModel:
             self._sum_tied_gradients(copies)
         tied = {id(copy) for copy in copies.values()}
         return [(parameter, 2 if id(parameter) in tied else 1) for parameter in parameters]
+
+    def after_update(self) -> None:
+        """What follows from the weights, after each update of theirs."""
+        if self.precomputes_scales:
+            precompute_scales(self.parts)
 
     def _tied_copies(self) -> dict[str, nn.Parameter]:
         """The copies here of a table that first and last stage share: "tok_embeddings", "output", or both."""

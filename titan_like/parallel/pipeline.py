@@ -1,6 +1,6 @@
 """Pipeline parallelism: which layers are in which stage, and the schedule that runs them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate, pairwise
@@ -19,8 +19,6 @@ from titan_like.config.pipeline_csv import read_schedule
 from titan_like.config.schema import V_SHAPED, Config
 from titan_like.models.decoder import Decoder
 from titan_like.models.flavors import ModelConfig, block_parameters
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> summed loss
 
 
 def stages_of_rank(config: Config, rank: int) -> list[int]:
@@ -75,14 +73,10 @@ class Pipeline:
     stage once more at the first step and at each change between training and evaluation.
     """
 
-    def __init__(
-        self, parts: Sequence[Decoder], config: Config, mesh: Any, device: torch.device, loss: LossFunction
-    ) -> None:
+    def __init__(self, parts: Sequence[Decoder], config: Config, mesh: Any, device: torch.device) -> None:
         self._parts, self._config, self._mesh, self._device = parts, config, mesh, device
         self._stages = stages_of_rank(config, mesh.axes["pp"].get_local_rank())
         self._count = stage_count(config)
-        self._loss = loss
-        self._scale: Tensor | None = None
         self._schedules: dict[tuple[int, int], Any] = {}
 
     @property
@@ -104,20 +98,17 @@ class Pipeline:
             return self._run(batch, None, "eval")
 
     def _run(self, batch: Any, scale: Tensor | None, method: str) -> Tensor:
-        self._scale = scale
         losses: list[Tensor] = []
         arguments = (batch.tokens,) if self.has_first else ()
         keywords: dict[str, Any] = {"positions": batch.positions}
         if batch.starts is not None:
             keywords["starts"] = batch.starts
         if self.has_last:
-            keywords |= {"target": batch.labels, "losses": losses}
+            keywords |= {"labels": batch.labels, "target": batch.labels, "losses": losses}
+            if scale is not None:
+                keywords["factors"] = scale.expand(len(batch.labels), 1)  # one per row: torch cuts all along dim 0
         getattr(self._schedule(batch), method)(*arguments, **keywords, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self._device)
-
-    def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = self._loss(logits, labels)
-        return loss if self._scale is None else loss * self._scale
 
     def _schedule(self, batch: Any) -> Any:
         rows, columns = batch.tokens.shape
@@ -139,7 +130,7 @@ class Pipeline:
         schedule = kind(
             stages[0] if is_single else stages,
             n_microbatches=rows // size,
-            loss_fn=self._scaled_loss,
+            loss_fn=lambda loss, target: loss,  # the last stage returns it
             scale_grads=False,
         )
         if is_file:
@@ -151,19 +142,16 @@ class Pipeline:
     def _build_stage(self, part: Decoder, number: int, size: int, columns: int) -> PipelineStage:
         dtype = getattr(torch, self._config.training.mixed_precision_param)
         tp = self._config.parallelism.tensor_parallel_degree
-        vocabulary = part.config.vocab_size
-        if tp > 1 and self._config.parallelism.enable_loss_parallel:
-            vocabulary = len(range(vocabulary)[shard_slice(vocabulary, tp, self._mesh.axes["tp"].get_local_rank())])
         tokens = torch.empty(size, columns, dtype=torch.int64, device="meta")
         hidden = torch.empty(size, columns // tp, part.config.dim, dtype=dtype, device="meta", requires_grad=True)
-        logits = torch.empty(size, columns, vocabulary, dtype=dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
         return PipelineStage(
             part,
             number,
             self._count,
             self._device,
             input_args=(tokens if number == 0 else hidden,),
-            output_args=(logits if number == self._count - 1 else hidden,),
+            output_args=(loss if number == self._count - 1 else hidden,),
             group=self._mesh.axes["pp"].get_group(),
         )
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titan_like.models.decoder import Decoder
 from titan_like.parallel import context  # noqa: F401  registers titan_like::ring_attention
 
-MATRIX_PRODUCT = torch.ops.aten.mm.default
+MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}  # the second: float8
 # Results that are kept, being dear to compute or to communicate; of the matrix products every second one is kept too.
 SAVED = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -24,6 +24,10 @@ SAVED = {
     torch.ops.titan_like.document_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    # The scales of float8, small results of a look at whole tensors (and, with tensor parallelism, of a message).
+    torch.ops.aten.max.default,
+    torch.ops.aten.amax.default,
+    torch.ops._c10d_functional.all_reduce.default,
 }
 
 
@@ -51,7 +55,7 @@ def _selective_contexts() -> Any:
     products = {False: 0, True: 0}  # counted in the forward and again in the recomputation
 
     def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation == MATRIX_PRODUCT:
+        if operation in MATRIX_PRODUCTS:
             products[ctx.is_recompute] += 1
             keep = products[ctx.is_recompute] % 2 == 0
         else:

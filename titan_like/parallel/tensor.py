@@ -5,14 +5,18 @@ Between the matrices of a block each rank holds all positions and a part of the 
 it holds a part of the sequence.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
+import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -20,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titan_like.models.decoder import Decoder
+from titan_like.quantize.float8 import gather_in_float8
 
 BLOCK_PLAN = {
     "attention_norm": SequenceParallel(),
@@ -40,24 +45,52 @@ BLOCK_PLAN = {
 }
 
 
-def model_plan(*, loss_parallel: bool) -> dict[str, Any]:
-    """Embedding, last norm and head; both tables are cut by vocabulary rows.
+class TableRows(ParallelStyle):
+    """Cuts the head's table by rows; its loss, below, does the communication."""
 
-    With `loss_parallel` the head returns this rank's columns of the logits, (B, S, V / tp) plain tensors (the last rank
-    may have fewer), for `vocab_parallel_cross_entropy`; otherwise it gathers them.
-    """
-    return {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1) if loss_parallel else Replicate()),
-    }
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(name: str, head: nn.Module, mesh: DeviceMesh) -> None:
+            head.weight = nn.Parameter(distribute_tensor(cast(Tensor, head.weight), mesh, [Shard(0)]))
+
+        return distribute_module(module, device_mesh, cut)
 
 
-def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
-    """Cut the parameters of a stage over the `tp` axis, and make its modules communicate."""
-    parallelize_module(model, mesh, _present(model, model_plan(loss_parallel=loss_parallel)))
+MODEL_PLAN = {  # both tables are cut by vocabulary rows
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": TableRows(),
+}
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as loss.LinearCrossEntropy
+
+
+def loss_over_vocabulary(loss: Loss, hidden: DTensor, table: DTensor, labels: Tensor, factors: Tensor | None) -> Tensor:
+    """Every rank gathers the hidden states of all tokens and has the logits of its rows of the table."""
+    everywhere = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return loss(everywhere, table.to_local(), labels, factors)
+
+
+def loss_over_sequence(loss: Loss, hidden: DTensor, table: DTensor, labels: Tensor, factors: Tensor | None) -> Tensor:
+    """Every rank gathers the whole table and has all logits of its part of the sequence."""
+    mesh = hidden.device_mesh
+    factors = labels.new_ones((), dtype=torch.float64) if factors is None else factors
+    own = [x.chunk(mesh.size(), 1)[mesh.get_local_rank()] for x in (labels, factors.expand_as(labels))]
+    whole = table.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    part = DTensor.from_local(loss(hidden.to_local(), whole, *own), mesh, [Partial()], run_check=False)
+    return part.redistribute(placements=[Replicate()]).to_local()
+
+
+def apply_tensor_parallel(
+    model: Decoder, mesh: DeviceMesh, *, loss_parallel: bool, float8_gather: bool = False
+) -> None:
+    """Cut the parameters of a stage over the `tp` axis, and make its modules communicate; with `float8_gather` in
+    float8 where all that read a message are float8 layers."""
+    parallelize_module(model, mesh, _present(model, MODEL_PLAN))
     for block in model.layers.values():
-        parallelize_module(block, mesh, _present(block, BLOCK_PLAN))
+        plan = _present(block, BLOCK_PLAN)
+        parallelize_module(block, mesh, gather_in_float8(block, plan) if float8_gather else plan)
+    if model.output is not None and model.output.loss is not None:
+        model.output.loss = partial(loss_over_vocabulary if loss_parallel else loss_over_sequence, model.output.loss)
     model.tie_weights()  # parallelize_module gives the head a table of its own
     if model.tok_embeddings is not None:
         # The first block's input would otherwise be a pending collective, which a compiled block cannot take

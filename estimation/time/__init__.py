@@ -1,0 +1,1 @@
+"""Step time in closed form: docs/step_time.md."""

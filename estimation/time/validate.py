@@ -1,0 +1,176 @@
+"""Scores predicted throughput against published runs: `python -m estimation.validate --what time ...`.
+
+Nothing is fitted to the rows: what the rows' trainers did comes from the profiles that memory uses too, and Way.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, groupby
+from pathlib import Path
+
+from estimation.devices import DEVICES, Device
+from estimation.job import Job
+from estimation.schedules import single_stage, torch_tables
+from estimation.time.step import step_time
+from estimation.time.way import Way
+from estimation.validate import NotCovered, Row, job_of_row
+from titan_like.config.schema import SINGLE_STAGE
+from titan_like.models.flavors import block_parameters
+
+GPUS = {
+    "H100 SXM (HBM2e 96GB": "h100-96gb-500w", "A100 80GB": "a100-80gb", "H200": "h200", "B200": "b200",
+    "MI300X": "mi300x",
+}  # fmt: skip
+NOISE = 0.02  # two published runs that differ by less have no order: runs of one setting differ by more
+# torchtitan prefers cuDNN's attention where the device is a B200, and everywhere from 2025-11 on.
+CUDNN_COMMITS = ("d9bdfbb20",)
+
+
+@dataclass(frozen=True)
+class TimeScore:
+    """Tokens per second of one device.
+
+    Attributes:
+        family: the trainer; complete: the row says all that its speed depends on.
+        table: rows of one table were published together.
+    """
+
+    line: int
+    family: str
+    table: str
+    complete: bool
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Signed, in percent of the measured value."""
+        return 100 * (self.predicted / self.measured - 1)
+
+
+def device_of_row(row: Row) -> Device:
+    """The device of the table that a row ran on.
+
+    Raises:
+        NotCovered: no device of the table.
+    """
+    if "power-limited" in row["notes"]:
+        raise NotCovered("its power limit is not published")
+    for text, name in GPUS.items():
+        if row["gpu"].startswith(text):
+            return DEVICES[name]
+    raise NotCovered(f"speeds of {row['gpu']} are not in the table of devices")
+
+
+def way_of_row(row: Row) -> Way:
+    """How a row's run computed and communicated.
+
+    Raises:
+        NotCovered: a scaling of float8 for whose products no speed is published.
+    """
+    float8 = row["float8"]
+    if float8 and not float8.startswith("float8 tensorwise"):
+        raise NotCovered(f"the speed of products in {float8.split(',')[0]} is not published")
+    is_late = any(commit in row["framework_version"] for commit in CUDNN_COMMITS)
+    return Way(
+        async_tensor="async TP" in row["other_flags"],
+        float8=bool(float8),
+        float8_gather="fp8 all-gather" in float8,
+        attention="cudnn" if is_late or row["gpu"].startswith("B200") else "flash",
+    )
+
+
+def timed_job(row: Row) -> Job:
+    """The job of a row; pipelining splits a batch into as many micro-batches as ranks, torchtitan's default then."""
+    job = job_of_row({**row, "pp": "1"})
+    degree, name = int(row["pp"] or 1), row["pp_schedule"]
+    if degree == 1:
+        return job
+    from titan_like.parallel.pipeline import balanced_ranges  # imports torch
+
+    virtual = 1 if name in SINGLE_STAGE else 2
+    model, table = job.model, float(job.model.vocab_size * job.model.dim)
+    cuts = balanced_ranges(
+        model.n_layers, degree * virtual, first=table, last=table, block=float(block_parameters(model))
+    )
+    if virtual == 1:
+        actions = tuple(single_stage(name, degree, rank, degree) for rank in range(degree))
+    else:
+        actions = torch_tables(name, degree, virtual, degree)
+    rows = max(1, job.batch_rows // degree)
+    return replace(job, rows=rows, stages=tuple(cuts), actions=actions, reshard=False)
+
+
+def score_times(path: Path) -> tuple[list[TimeScore], list[tuple[int, str]]]:
+    """Scores of all rows of PyTorch trainers with a throughput, and those left out: (line, reason).
+
+    A run that is listed twice, with two measures of memory, counts once.
+    """
+    scores, left_out, seen = [], [], set()
+    with path.open(newline="") as file:
+        for line, row in enumerate(csv.DictReader(file), start=2):
+            is_torch = row["framework"].lower().startswith(("torchtitan", "torchtune", "prime-rl"))
+            if not is_torch or not row["tokens_per_s_per_gpu"]:
+                continue
+            run = tuple(value for key, value in row.items() if "mem" not in key and key not in ("other_flags", "notes"))
+            if run in seen:
+                continue
+            try:
+                scores.append(_score(line, row))
+                seen.add(run)
+            except NotCovered as reason:
+                left_out.append((line, str(reason)))
+    return scores, left_out
+
+
+def _score(line: int, row: Row) -> TimeScore:
+    if not all(row[key] for key in ("seq_len", "micro_bs")):
+        raise NotCovered("its batch is not published")
+    predicted = step_time(timed_job(row), device_of_row(row), way_of_row(row)).tokens_per_second
+    table = f"{row['source_url']} {row['dup_group']} {row['framework_version']}"
+    family = row["framework"].split()[0].lower()
+    return TimeScore(line, family, table, row["complete"] == "1", float(row["tokens_per_s_per_gpu"]), predicted)
+
+
+def summary(scores: Sequence[TimeScore], left_out: Sequence[tuple[int, str]]) -> str:
+    """n, mean and 95th percentile of the absolute error by trainer, incomplete rows apart; then the ranking."""
+    parts = []
+    for name, chosen in _families(scores).items():
+        errors = sorted(abs(score.error) for score in chosen)
+        high = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
+        parts.append(f"{name} n {len(errors)} mean {sum(errors) / len(errors):.1f} % p95 {high:.1f} %")
+    right, pairs, ordered, tables = ranking(scores)
+    parts.append(f"order right in {right} of {pairs} pairs, {ordered} of {tables} tables whole")
+    return f"{'; '.join(parts)}; left out {len(left_out)}"
+
+
+def _families(scores: Sequence[TimeScore]) -> Mapping[str, list[TimeScore]]:
+    found: dict[str, list[TimeScore]] = {}
+    for score in sorted(scores, key=lambda score: (not score.complete, score.family != "torchtitan", score.family)):
+        found.setdefault(score.family if score.complete else f"{score.family} (incomplete rows)", []).append(score)
+    return found
+
+
+def ranking(scores: Sequence[TimeScore]) -> tuple[int, int, int, int]:
+    """(pairs of a table in the right order, pairs, tables all of whose pairs are, tables)."""
+    right = pairs = ordered = tables = 0
+    by_table = sorted(scores, key=lambda score: score.table)
+    for _, members in groupby(by_table, key=lambda score: score.table):
+        verdicts = [
+            (a.measured > b.measured) == (a.predicted > b.predicted) and a.predicted != b.predicted
+            for a, b in combinations(members, 2)
+            if abs(a.measured / b.measured - 1) > NOISE
+        ]
+        right, pairs = right + sum(verdicts), pairs + len(verdicts)
+        ordered, tables = ordered + (bool(verdicts) and all(verdicts)), tables + bool(verdicts)
+    return right, pairs, ordered, tables
+
+
+def write_table(path: Path, scores: Sequence[TimeScore]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["line", "trainer", "complete", "measured_tokens_per_s", "predicted", "error_percent"])
+        for score in scores:
+            values = (score.line, score.family, score.complete, score.measured)
+            writer.writerow([*values, f"{score.predicted:.0f}", f"{score.error:.1f}"])

@@ -1,0 +1,184 @@
+"""Step time: every part by hand, and rules that hold for all compositions."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from estimation.devices import DEVICES, Device
+from estimation.job import Job, job_of
+from estimation.program import block_program
+from estimation.schedules import single_stage, torch_tables
+from estimation.time.network import BASE, LINK_STEP, NETWORK_STEP, Group, Network
+from estimation.time.overlap import FSDP, Work, overlapped
+from estimation.time.pipeline import simulate
+from estimation.time.speed import LAUNCH, Speed, waves
+from estimation.time.step import BUBBLE, step_time
+from estimation.time.timeline import timeline, write_trace
+from estimation.time.way import Way, way_of
+from titan_like.config import load_config
+from titan_like.models.decoder import Block, rope_frequencies
+from titan_like.models.flavors import flops_per_token, resolve
+
+MADE_UP = Device("made up", 80, 100, 0.5, 1.0, 100, 10, memory_share=0.5, units=128)
+H100 = DEVICES["h100-sxm"]
+
+
+def job(*argv: str, world_size: int = 8) -> Job:
+    return job_of(load_config(["--model.flavor=8B", "--training.seq_len=8192", *argv]), world_size)
+
+
+def seconds(*argv: str, world_size: int = 8, device: Device = H100) -> float:
+    config = load_config(["--model.flavor=8B", "--training.seq_len=8192", *argv])
+    return step_time(job_of(config, world_size), device, way_of(config)).seconds
+
+
+def test_kernels_by_hand():
+    """4096 cubed on 128 units: 1024 tiles of 128 x 128, 8 full rounds; 50e12 operations and 0.5e12 bytes a second."""
+    assert Speed(MADE_UP).product(4096, 4096, 4096, 2) == pytest.approx(2 * 4096**3 / 50e12)
+    assert Speed(MADE_UP).moving(1e9) == pytest.approx(LAUNCH + 1e9 / 0.5e12)
+    # One row: its weights are read, 4096 x 4096 x 2 bytes.
+    assert Speed(MADE_UP).product(1, 4096, 4096, 2) == pytest.approx(LAUNCH + 2 * (4096**2 + 2 * 4096) / 0.5e12)
+
+
+def test_rounds_of_tiles():
+    """128 x 384 on 4 units: two tiles of 128 x 256, or three of 128 x 128, which use three quarters."""
+    assert waves(128, 384, 4) == 0.75
+    assert waves(128, 512, 4) == 1.0
+
+
+def test_collectives_by_hand():
+    """80 % of 100 GB/s in a node; 8 nodes apart the group has one adapter of 10 GB/s, 4 apart two."""
+    network = Network(MADE_UP)
+    assert network.gather(800e6, Group(8, 1)) == pytest.approx(BASE + 7 * LINK_STEP + 700e6 / 80e9)
+    assert network.gather(800e6, Group(4, 8)) == pytest.approx(BASE + 3 * NETWORK_STEP + 600e6 / 8e9)
+    assert network.gather(800e6, Group(8, 4)) == pytest.approx(BASE + 4 * LINK_STEP + 3 * NETWORK_STEP + 700e6 / 16e9)
+    assert network.gather(800e6, Group(1, 1)) == 0
+
+
+def test_the_next_gathering_hides_behind_this_unit():
+    """Gather A 0-1, A 1-4, gather B 1-3, B 4-6: one second is exposed."""
+    found = overlapped([Work("A", 3, gather=1), Work("B", 2, gather=2)], 0.0)
+    assert (found.seconds, found.parts[FSDP]) == (6, 1)
+
+
+def test_one_reduction_is_in_flight():
+    """A 0-2, its reduction 2-5; B 2-3 waits until 5 with its own, which ends at 8."""
+    found = overlapped([Work("A", 2, reduce=3), Work("B", 1, reduce=3)], 0.0)
+    assert (found.seconds, found.parts[FSDP]) == (8, 5)
+
+
+def test_communication_slows_what_runs_beside_it():
+    """Two seconds of gathering take a quarter of the units from A: half a second is lost."""
+    found = overlapped([Work("A", 3), Work("B", 1, gather=2)], 0.25)
+    assert found.seconds == pytest.approx(4.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "bubble"),
+    [  # of P ranks and M micro-batches, forward : backward = 1 : 2 (Primus, pipeline table)
+        ("GPipe", 1, lambda p, m: (p - 1) / (m + p - 1)),
+        ("1F1B", 1, lambda p, m: (p - 1) / (m + p - 1)),
+        ("Interleaved1F1B", 2, lambda p, m: (p - 1) / (2 * m + p - 1)),
+        ("LoopedBFS", 2, lambda p, m: (p - 1) / (2 * m + p - 1)),
+        ("ZBVZeroBubble", 2, lambda p, m: (p - 1) / (6 * m + p - 1)),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "batches"), [(4, 8), (8, 16)])
+def test_bubbles_are_those_of_the_formulas(name, virtual, bubble, ranks, batches):
+    if virtual == 1:
+        actions = [single_stage(name, ranks, rank, batches) for rank in range(ranks)]
+    else:
+        actions = torch_tables(name, ranks, virtual, batches)
+    cost = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    ran = simulate(actions, ranks * virtual, {a: cost[a.kind] for row in actions for a in row}, 0.0)
+    end = max(row[-1].end for row in ran)
+    assert 1 - 3 * batches * virtual / end == pytest.approx(bubble(ranks, batches))
+
+
+def test_a_schedule_that_waits_for_itself_is_told():
+    backward_first = [single_stage("1F1B", 1, 0, 1)[::-1]]
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate(backward_first, 1, dict.fromkeys(backward_first[0], 1.0), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size"),
+    [
+        (["--training.global_batch_size=32"], 8),
+        (["--parallelism.tensor_parallel_degree=8", "--activation_checkpoint.mode=full"], 64),
+        (["--parallelism.context_parallel_degree=2", "--compile.enable"], 16),
+        (["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=8"], 8),
+        (["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=8", "--compile.enable",
+          "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], 8),
+    ],
+)  # fmt: skip
+def test_the_parts_are_the_step(argv, world_size):
+    """The parts of a pass sum to its seconds, and those of the step to the timeline's end."""
+    described = job(*argv, world_size=world_size)
+    step = step_time(described, H100, Way())
+    assert step.parts.total == pytest.approx(step.seconds) and min(step.parts.values()) >= -1e-12
+    for stage in step.stages:
+        for kind, flag in (("F", True), ("B", False)):
+            assert stage.run(kind, flag).parts.total == pytest.approx(stage.run(kind, flag).seconds)
+    tokens = described.batch_rows * described.accumulation * 8192 * described.replicate * described.fsdp / described.cp
+    assert step.tokens_per_second == pytest.approx(tokens / step.seconds / world_size)
+    assert step.mfu == pytest.approx(flops_per_token(described.model, 8192) * step.tokens_per_second / 989e12)
+    assert (step.bubble > 0) == (described.pp > 1) and step.parts.get(BUBBLE, 0) < step.seconds / 2
+
+
+def test_products_have_the_operations_that_torch_counts():
+    """A block's forward on meta, attention apart: torch counts its whole square there."""
+    model = resolve("llama3", "debug")
+    with torch.device("meta"):
+        block, x = Block(model), torch.empty(2, 64, model.dim)
+        angles = torch.empty(2, 64, 1, 1) * rope_frequencies(model, torch.device("meta"))
+        with FlopCounterMode(display=False) as counter:
+            block(x, angles.cos(), angles.sin(), None)
+    counted = sum(
+        n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op) and "bmm" not in str(op)
+    )
+    described = job_of(load_config(["--training.seq_len=64", "--training.local_batch_size=2"]), 1)
+    assert counted == sum(op.flops for op in block_program(described.shape) if op.kind == "product")
+
+
+def test_what_makes_a_step_slower():
+    base = seconds()
+    assert seconds("--activation_checkpoint.mode=full") > seconds("--activation_checkpoint.mode=selective") > base
+    assert seconds("--compile.enable") < base
+    assert seconds("--training.mixed_precision_param=float32") > 5 * base
+    tensor = ["--parallelism.tensor_parallel_degree=8", "--compile.enable"]
+    together = ["--parallelism.enable_async_tensor_parallel"]
+    assert seconds(*tensor, *together, world_size=64) < seconds(*tensor, world_size=64)
+    assert seconds(device=DEVICES["a100-80gb"]) > 2 * base
+
+
+def test_full_recompute_repeats_the_forward_of_the_blocks():
+    """Matrix products of 8B: the block's forward is a third of forward and backward; it runs again up to w1 and w3."""
+    none, full = (step_time(job(f"--activation_checkpoint.mode={mode}"), H100, Way()) for mode in ("none", "full"))
+    blocks = none.parts["matrix products"] / 3 * (32 * 218_103_808 / (32 * 218_103_808 + 128_256 * 4096))
+    again = full.parts["recompute"] - none.parts["attention"] / 4
+    assert 0.7 * blocks < again < 1.3 * blocks
+
+
+def test_float8_needs_a_device_that_has_it():
+    from titan_like.config import ConfigError
+
+    assert step_time(job(), H100, Way(float8=True)).seconds < step_time(job(), H100, Way()).seconds
+    with pytest.raises(ConfigError, match="a100-80gb has no float8"):
+        step_time(job(), DEVICES["a100-80gb"], Way(float8=True))
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_timeline_is_a_chrome_trace(tmp_path, pipelined):
+    argv = ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=8"] if pipelined else []
+    step = step_time(job(*argv), H100, Way())
+    write_trace(tmp_path / "trace.json", step)
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {event["pid"] for event in events} == set(range(4 if pipelined else 1))
+    for rank, track in {(event["pid"], event["tid"]) for event in events}:
+        own = sorted((e["ts"], e["dur"]) for e in events if (e["pid"], e["tid"]) == (rank, track))
+        assert all(a[0] + a[1] <= b[0] + 1e-3 for a, b in pairwise(own))
+    assert max(each.start + each.seconds for each in timeline(step)) == pytest.approx(step.seconds, rel=0.05)

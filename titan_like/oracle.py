@@ -43,8 +43,8 @@ from titan_like.step import evaluation_step, read_results, training_step
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # relative; bf16 itself has 8 bits
 # float8 keeps 3 bits, of a gradient 2. With the reference's scales a difference in the last bit of fp32 can still carry
-# a number over a boundary; with others, and in the steps after that, each number is rounded in a way of its own, by up to
-# 1/16 (1/8): sums over many agree better than tensors.
+# a number over a boundary; with others, and in the steps after that, each number is rounded in a way of its own, by up
+# to 1/16 (1/8): sums over many agree better than tensors.
 FLOAT8_TOLERANCE, FLOAT8_OTHER_SCALES = 1e-2, 0.3
 SGD_STEPS, LEARNING_RATE = 3, 0.1
 TIMEOUT_SECONDS = 60
@@ -103,7 +103,8 @@ def run_case(name: str, config: Config, tamper: Tamper | None = None) -> Report:
     mesh = build_mesh("cpu", config.parallelism)
     shape = resolve(config.model.name, config.model.flavor, config.model.overrides)
     order = 2 if config.float8.enable else math.inf  # single elements of float8 say little
-    report = Report(name, **_tolerances(config))
+    report = Report(name)
+    report.tolerance, report.gradient_tolerance, report.weight_tolerance = _tolerances(config)
     model = build_model(shape, config, mesh, device)
     optimizer = torch.optim.SGD([p for _, p in model.named_parameters()], lr=LEARNING_RATE)
     reference = _Reference(shape, config)
@@ -179,20 +180,17 @@ class _Reference:
         self._optimizer.zero_grad()
 
 
-def _tolerances(config: Config) -> dict[str, float]:
+def _tolerances(config: Config) -> tuple[float, float, float]:
+    """Of sums, gradients and weights."""
     tolerance = TOLERANCE[config.training.mixed_precision_param]
     if not config.float8.enable:
-        return {"tolerance": tolerance, "gradient_tolerance": tolerance, "weight_tolerance": tolerance}
+        return tolerance, tolerance, tolerance
     float8, parallelism = config.float8, config.parallelism
     # One scale per tensor: of this rank's part of a sequence, and of its rows of a weight that is gathered in float8.
     others = float8.recipe == "tensorwise" and parallelism.context_parallel_degree > 1
     others |= float8.enable_fsdp_float8_all_gather and parallelism.tensor_parallel_degree > 1
     others |= config.training.mixed_precision_param != "float32"
-    return {
-        "tolerance": FLOAT8_TOLERANCE,
-        "gradient_tolerance": FLOAT8_OTHER_SCALES if others else FLOAT8_TOLERANCE,
-        "weight_tolerance": FLOAT8_OTHER_SCALES,
-    }
+    return FLOAT8_TOLERANCE, FLOAT8_OTHER_SCALES if others else FLOAT8_TOLERANCE, FLOAT8_OTHER_SCALES
 
 
 def _rows_that_share_a_scale(config: Config) -> int:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.peers.gate import Gate, NotRunnable, Task, rank
 
@@ -108,6 +109,9 @@ def run(task: Task, gate: Gate, variant: str) -> None:
         os.environ.setdefault(name, value)
     losses: list[float] = []
     trainer = config(task, variant).build()
+    for module in (module for part in trainer.model_parts for module in part.modules()):
+        if isinstance(module, FSDPModule):  # it adds gradients up in a way that gloo has not
+            module.set_force_sum_reduction_for_comms(True)
     train_step, log = trainer.train_step, trainer.metrics_processor.log
 
     def gated(*args: Any) -> None:

@@ -1,10 +1,13 @@
-"""Hugging Face's Trainer with a LlamaForCausalLM; FSDP2 through its own settings."""
+"""Hugging Face's Trainer with a LlamaForCausalLM. Two processes ask for FSDP2 through its settings; accelerate 1.15
+leaves the model whole on a CPU, which is then said instead of a number.
+"""
 
 import os
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.peers.gate import Gate, NotRunnable, Task
@@ -44,5 +47,7 @@ class Gated(TrainerCallback):
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *args: Any, model: torch.nn.Module, **kwargs: Any) -> None:
+        if "RANK" in os.environ and not isinstance(model, FSDPModule):
+            raise NotRunnable("accelerate has not sharded it")
         self.gate.next()

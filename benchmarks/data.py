@@ -100,7 +100,7 @@ def our_turn(prefix: Path, boundaries: bool, batches: int = 100) -> Turn:
 def make_source(dataset: TokenDataset | BlendedDataset, boundaries: bool) -> BatchSource:
     return BatchSource(
         dataset, local_batch_size=BATCH, global_batch_size=BATCH, dp_rank=0, dp_size=1,
-        reset_attention_mask=boundaries, reset_position_ids=boundaries,
+        reset_attention_mask=boundaries, reset_position_ids=boundaries, vocab_size=4096,
     )  # fmt: skip
 
 

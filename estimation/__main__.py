@@ -8,9 +8,9 @@ from pathlib import Path
 from estimation.candidates import changed
 from estimation.devices import DEVICES, Device, device_named
 from estimation.formula import NOT_INCLUDED, memory_of
-from estimation.job import job_of
+from estimation.job import Job, job_of
 from estimation.recompute import lightest_recompute
-from estimation.report import breakdown, explain, memory_table, time_lines, verdict, worst_rank
+from estimation.report import breakdown, details, explain, memory_table, time_lines, verdict, worst_rank
 from estimation.reserve import replayed
 from estimation.search_cli import add_options, run_search
 from estimation.time.step import NOT_INCLUDED as TIME_NOT_INCLUDED
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def estimate(argv: Sequence[str]) -> int:
     """Print the estimate of one config; returns the exit code."""
     options, rest = parser().parse_known_args(argv)
+    _check_engine(options)
     device = device_of(options)
     config = load_config(rest)
     check(config, options.world_size, device)
@@ -53,20 +54,10 @@ def estimate(argv: Sequence[str]) -> int:
         config, _ = lightest_recompute(config, options.world_size, device)
         print(f"activation_checkpoint.mode auto: {config.activation_checkpoint.mode}")
     job = job_of(config, options.world_size)
-    ranks = memory_of(job)
-    worst = worst_rank(ranks)
-    report = worst.report()
-    reserved = report.reserved_bytes
-    if options.replay:
-        reserved = replayed(worst, expandable=True).peak_reserved
-    fits, sentence = verdict(reserved, device)
     print(f"{config.model.name} {config.model.flavor} on {options.world_size} x {device.name}, memory per rank in GiB")
-    print(*memory_table(ranks), sep="\n")
-    print(f"\nworst: pp rank {worst.pipeline_rank}", *breakdown(report), sep="\n")
-    if options.explain:
-        print("", *explain(worst), sep="\n")
-    left_out = NOT_INCLUDED[:-1] if options.replay else NOT_INCLUDED
-    print("\nmemory does not include:", *(f"  - {line}" for line in left_out), sep="\n")
+    lines, reserved = traced(options, config) if options.engine == "trace" else calculated(options, job)
+    print(*lines, sep="\n")
+    fits, sentence = verdict(reserved, device)
     step = step_time(job, device, way_of(config))
     print("", *time_lines(step), sep="\n")
     time_left_out = (*TIME_NOT_INCLUDED, *notes_on(config))
@@ -75,6 +66,44 @@ def estimate(argv: Sequence[str]) -> int:
         write_trace(options.trace, step)
     print(f"\n{sentence}")
     return 0 if fits else 1
+
+
+def calculated(options: argparse.Namespace, job: Job) -> tuple[list[str], int]:
+    """The formula's answer: all pipeline ranks, and the fullest in full; and the bytes that it reserves."""
+    ranks = memory_of(job)
+    worst = worst_rank(ranks)
+    report = worst.report()
+    reserved = replayed(worst, expandable=True).peak_reserved if options.replay else report.reserved_bytes
+    lines = [*memory_table(ranks), f"\nworst: pp rank {worst.pipeline_rank}", *breakdown(report)]
+    lines += ["", *explain(worst)] if options.explain else []
+    left_out = NOT_INCLUDED[:-1] if options.replay else NOT_INCLUDED
+    return [*lines, *_left_out(left_out)], reserved
+
+
+def traced(options: argparse.Namespace, config: Config) -> tuple[list[str], int]:
+    """One rank's answer of the trace; and the bytes that it reserves.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    from estimation.trace import trace  # imports torch, as the formula does not
+
+    rank = worst_rank(memory_of(job_of(config, options.world_size))).report().rank
+    if options.rank is not None:
+        if options.rank >= options.world_size:
+            last = options.world_size - 1
+            raise ConfigError(
+                f"--rank {options.rank} is none of the {options.world_size} ranks; give one from 0 to {last}"
+            )
+        rank = options.rank
+    report = trace(config, options.world_size, rank, gpu=True)
+    return [f"rank {rank}, traced", *breakdown(report), *details(report), *_left_out(report.not_included)], (
+        report.reserved_bytes
+    )
+
+
+def _left_out(sentences: Sequence[str]) -> list[str]:
+    return ["\nmemory does not include:", *(f"  - {line}" for line in sentences)]
 
 
 def find(argv: Sequence[str]) -> int:
@@ -98,6 +127,11 @@ def parser() -> argparse.ArgumentParser:
         "See also: titan-estimate search --help",
     )  # fmt: skip
     found.add_argument("--world_size", type=_positive, required=True, help="number of GPUs")
+    found.add_argument(
+        "--engine", choices=("formula", "trace"), default="formula",
+        help="trace: run two steps of the real trainer on one rank, on tensors without memory (seconds)",
+    )  # fmt: skip
+    found.add_argument("--rank", type=_rank, help="of the trace; by default the fullest, as the formula finds it")
     found.add_argument(
         "--replay", action="store_true",
         help="replay the fullest rank through a model of the caching allocator (seconds): finds fragmentation",
@@ -132,6 +166,22 @@ def check(config: Config, world_size: int, device: Device) -> None:
     problems += model_checks(resolve(config.model.name, config.model.flavor, config.model.overrides), config)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
+
+
+def _check_engine(options: argparse.Namespace) -> None:
+    """Raises: ConfigError: an option that the other engine has."""
+    if options.engine == "formula" and options.rank is not None:
+        raise ConfigError("--rank chooses the traced rank; add --engine trace, or leave it out: the formula shows all")
+    if options.engine == "trace" and (options.replay or options.explain):
+        raise ConfigError(
+            "--replay and --explain belong to the formula; leave them out: the trace replays and lists by itself"
+        )
+
+
+def _rank(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank, a whole number from 0")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -109,7 +109,7 @@ class RankMemory:
 
     @property
     def left_gradients(self) -> int:
-        """A backward for inputs leaves the gradient of a receive buffer there for ever (torch: stage_backward_input)."""
+        """A backward for inputs leaves the gradient of a receive buffer there (torch: stage_backward_input)."""
         return sum(a.kind == "I" and a.stage > 0 and a.stage - 1 not in self.stages for a in self.actions)
 
     def _states(self) -> Iterator[Segment]:
@@ -130,6 +130,8 @@ class RankMemory:
         runs = min(self.job.accumulation, 3)  # the first, any in the middle, the last
         for run in range(runs):
             yield from Run(self.job, self.actions, self.stages, fresh=run == 0, is_last=run == runs - 1).segments()
+        for stage in self.stages.values():
+            yield stage.rows_of_table()
 
     def update(self, *, first: bool) -> Segment:
         """The optimizer; in the `first` step some trainers make its states here."""
@@ -146,15 +148,20 @@ class RankMemory:
         start = [self.start]
         if not self.job.only_first_step and not self.job.profile.step_state:
             start.append(self.update(first=True))
-        log, now = start, [sum(deltas) for deltas in zip(*(segment.delta for segment in start), strict=True)]
-        highest, at, pools = now[0], len(log) - 1, now[1:]
+        log = start
+        now, main, gather, reduce = (sum(deltas) for deltas in zip(*(part.delta for part in start), strict=True))
+        highest, at, pools = now, len(log) - 1, (main, gather, reduce)
+        # Thousands of segments, so no inner loop over the pools.
         for segment in (*self.steps(), self.update(first=self.job.only_first_step)):
-            if now[0] + segment.rise[0] > highest:
-                highest, at = now[0] + segment.rise[0], len(log)
-            pools = [max(pool, now[1 + i] + segment.rise[1 + i]) for i, pool in enumerate(pools)]
-            now = [value + delta for value, delta in zip(now, segment.delta, strict=True)]
+            (all_rise, *rises), (delta, d_main, d_gather, d_reduce) = segment.rise, segment.delta
+            if now + all_rise > highest:
+                highest, at = now + all_rise, len(log)
+            if main + rises[0] > pools[0] or gather + rises[1] > pools[1] or reduce + rises[2] > pools[2]:
+                reached = (main + rises[0], gather + rises[1], reduce + rises[2])
+                pools = (max(pools[0], reached[0]), max(pools[1], reached[1]), max(pools[2], reached[2]))
+            now, main, gather, reduce = now + delta, main + d_main, gather + d_gather, reduce + d_reduce
             log.append(segment)
-        return Peak(highest, tuple(log[: at + 1]), tuple(pools))
+        return Peak(highest, tuple(log[: at + 1]), pools)
 
     def report(self) -> MemoryReport:
         """In the words that both engines share."""
@@ -185,8 +192,10 @@ def _event(term: str, name: str, size: int) -> Event:
 
 
 def memory_of(job: Job) -> list[RankMemory]:
-    """One entry per rank of the pipeline axis. Stages that are alike share what is computed of them."""
+    """One entry per rank of the pipeline axis. Stages that are alike share what is computed of them, and all share
+    what is computed of a block."""
     alike: dict[tuple[object, ...], StageMemory] = {}
+    blocks: dict[tuple[object, ...], Segment] = {}
     ranks = []
     for rank, actions in enumerate(job.actions):
         stages = {}
@@ -194,7 +203,7 @@ def memory_of(job: Job) -> list[RankMemory]:
             layers = job.stages[number]
             key = (number == 0, number == len(job.stages) - 1, tuple(map(job.mode_of, layers)))
             if key not in alike:
-                alike[key] = StageMemory(job, number)
+                alike[key] = StageMemory(job, number, blocks)
             stages[number] = alike[key]
         ranks.append(RankMemory(job, rank, stages))
     return ranks

@@ -1,6 +1,7 @@
 """What the formula needs to know of a run: plain numbers, from a checked config or from a published row."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ class Job:
         reshard: gathered weights are freed after the forward.
         reduces_once: gradients are reduced with the last micro-batch of a step only.
         wrapped: parameters are FSDP2's, gathered or cast for compute.
+        rotate, balanced: of context parallelism, see Shape.
         only_first_step: peaks are asked of the first step alone.
     """
 
@@ -53,6 +55,8 @@ class Job:
     wrapped: bool = True
     compiled: bool = False
     documents: bool = False
+    rotate: str = "allgather"
+    balanced: bool = True
     optimizer: str = "adamw"
     only_first_step: bool = False
     profile: Profile = TITAN_LIKE
@@ -65,7 +69,7 @@ class Job:
     def world_size(self) -> int:
         return self.pp * self.replicate * self.fsdp * self.tp
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         return Shape(
             self.model,
@@ -76,6 +80,8 @@ class Job:
             self.number,
             self.documents,
             self.compiled,
+            self.rotate,
+            self.balanced,
             self.profile,
         )
 
@@ -133,6 +139,8 @@ def job_of(config: Config, world_size: int, profile: Profile = TITAN_LIKE) -> Jo
         wrapped=replicate * fsdp > 1 or number == 2,
         compiled=config.compile.enable and "blocks" in config.compile.components,
         documents=config.data.reset_attention_mask,
+        rotate=parallelism.context_parallel_rotate_method,
+        balanced=parallelism.context_parallel_load_balance,
         optimizer=config.optimizer.name,
         profile=Profile(**{**profile.__dict__, **changes}),
     )

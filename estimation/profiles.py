@@ -31,7 +31,7 @@ class Profile:
         step_state: whether optimizer states exist when the first backward runs; else they are made at its end.
         foreach_update: the optimizer makes a temporary as large as the weights.
         expandable: the allocator's expandable segments are on.
-        gpu: kernels are those of a GPU, and NCCL keeps a message until the wait; else gloo, as long as its handle lives.
+        gpu: kernels are those of a GPU, and NCCL keeps a message until the wait; gloo keeps it as long as its handle.
     """
 
     name: str

@@ -58,6 +58,8 @@ class Shape:
     number: int = 2  # bytes of a number in compute
     documents: bool = False
     compiled: bool = False
+    rotate: str = "allgather"  # how ring attention moves keys and values
+    balanced: bool = True  # and whether each rank holds an early and a late part of a sequence
     profile: Profile = field(default_factory=lambda: Profile("titan_like", ""))
 
     @property
@@ -172,7 +174,9 @@ def _rotate(shape: Shape, name: str, source: str, numbers: int) -> Op:
     size, wide = numbers * shape.number, numbers * 4
     copies = 0 if shape.number == 4 else 1
     pieces = {"halves": 2 + copies, "complex": 1 + copies}[shape.profile.rope]
-    return Op(name, (source,), (name, size), temporary=(pieces * wide, pieces * wide), piece=wide, moved=2 * size)
+    # In the backward as many; the gradients on both sides are there before and after them, not beside them all.
+    back = pieces - 1 if shape.profile.rope == "halves" else pieces
+    return Op(name, (source,), (name, size), temporary=(pieces * wide, back * wide), piece=wide, moved=2 * size)
 
 
 def _attention(shape: Shape, source: str) -> list[Op]:
@@ -196,21 +200,42 @@ def _attention(shape: Shape, source: str) -> list[Op]:
         k, v = "k everywhere", "v everywhere"
     if shape.mask:
         ops.append(_mask(shape))
-    travelling = 0 if shape.cp == 1 or shape.documents else 2 * shape.cp * T * K * e
-    fp32 = 0 if shape.cp == 1 or shape.documents else T * Q * 4
+    is_ring = shape.cp > 1 and not shape.documents
     flops = 4 * T * shape.seq_len * Q // 2
     ops.append(Op(
         "attention", ("q", k, v), ("attention", T * Q * e),
         ("q", k, v, "attention", "logsumexp", *(["mask"] if shape.mask else [])),
-        (("logsumexp", T * heads * 4),), (travelling + 2 * fp32, travelling + 3 * fp32), keep=True,
+        (("logsumexp", T * heads * 4),), _ring(shape, T * Q * e, T * K * e) if is_ring else (0, 0), keep=True,
         kind="attention", flops=flops, moved=4 * T * Q * e, reads=("mask",) if shape.mask else (),
     ))  # fmt: skip
     ops.append(_product(shape, "wo", "attention", Q, m.dim))
     return ops
 
 
+def _ring(shape: Shape, q: int, k: int) -> tuple[int, int]:
+    """What ring attention holds on the first rank beside its results: forward, backward.
+
+    Source: torch's _templated_ring_attention and its backward; titan_like/parallel/context.py repeats heads inside.
+    Keys and values are made contiguous and laid together; all ranks' are gathered, or one at a time travels. A block's
+    kernel works on repeated heads and makes gradients of as many, in the compute dtype; they are added up in fp32, and
+    those of keys and values travel in a pair of buffers beside the pair that is added to. Without balance the first
+    rank skips all blocks but its own, and holds zeros for each.
+    """
+    e, wide_q, wide_k = shape.number, q // shape.number * 4, k // shape.number * 4
+    held = 2 * k + 2 * k + (2 * shape.cp * k if shape.rotate == "allgather" else 2 * k)
+    if shape.balanced:  # later blocks: half of the queries, all keys
+        merged = max(3 * q, 3 * wide_q)
+        backward = q + wide_q + 6 * wide_k + (q + 2 * k) + 4 * q + q // 2
+    else:
+        merged = 3 * q
+        own_block = q + wide_q + 2 * wide_k + 5 * q
+        skipped = q + 2 * wide_q + 8 * wide_k + (q if e < 4 else 0)
+        backward = max(own_block, skipped)
+    return held + merged - q, held + backward - q - 2 * k
+
+
 def _mask(shape: Shape) -> Op:
-    """Attention adds its mask: a block makes numbers from the bool mask, which without context parallelism it makes too."""
+    """Attention adds its mask: a block makes numbers of the bool mask, and without context parallelism that one too."""
     size = shape.mask * shape.number
     bools = shape.mask if shape.cp > 1 else 2 * shape.mask
     return Op("mask", (), ("mask", size), temporary=(bools, 0), piece=shape.mask, moved=2 * size)

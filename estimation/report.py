@@ -1,5 +1,6 @@
 """The printed answer: one line per pipeline rank, the worst rank in full, and whether it fits."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -47,6 +48,22 @@ def breakdown(report: MemoryReport) -> list[str]:
     ]
     parts = sorted(report.at_peak.items(), key=lambda item: -item[1])
     return lines + [f"  {name:<18} {gib(size):>8}" for name, size in parts if size >= GIB // 200]
+
+
+def details(report: MemoryReport) -> list[str]:
+    """What a trace knows beyond its peak; GiB. Modules of all layers are added up."""
+    by_module: Counter[str] = Counter()
+    for name, size in report.activations.items():
+        by_module[re.sub(r"\.\d+", ".*", name)] += size
+    parts = [
+        ("saved for the backward by module, when most is:", by_module),
+        ("transient by kind, each at its own time:", Counter(report.transient)),
+    ]
+    shown = report.peak_bytes // 100
+    lines = [f"allocated {gib(report.peak_bytes)} GiB, reserved {gib(report.reserved_bytes)} GiB at most"]
+    for title, sizes in parts:
+        lines += [title, *(f"  {name:<28} {gib(size):>8}" for name, size in sizes.most_common() if size > shown)]
+    return lines
 
 
 def explain(memory: RankMemory) -> list[str]:

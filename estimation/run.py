@@ -1,9 +1,10 @@
-"""One loaded micro-batch of a rank: its forwards and backwards in the order of a pipeline's schedule, and between them what
-the schedule itself holds: weights asked for ahead, messages on their way, gradients that wait for their reduction.
+"""One loaded micro-batch of a rank: its forwards and backwards in the order of a pipeline's schedule.
+
+Between them lies what the schedule itself holds: weights asked for ahead, messages on their way, gradients that wait.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from estimation.job import Job
 from estimation.schedules import Action, gathered_stages
@@ -28,7 +29,7 @@ class Run:
     """
 
     def __init__(
-        self, job: Job, actions: Sequence[Action], stages: Mapping[int, StageMemory], *, fresh: bool, is_last: bool
+        self, job: Job, actions: tuple[Action, ...], stages: Mapping[int, StageMemory], *, fresh: bool, is_last: bool
     ) -> None:
         self.job, self.actions, self.stages = job, actions, stages
         self.fresh, self.reduces = fresh, is_last or not job.reduces_once
@@ -39,6 +40,9 @@ class Run:
         self.waiting: set[int] = set()
         self._left = Counter(action.stage for action in actions if action.kind in "BW")
         self._sent = 0  # messages that nobody but the schedule holds
+        self._hidden = job.shape.hidden
+        sizes = (-self._hidden, self._hidden)
+        self._receive = [Segment.of([Event("receive buffers", 0, size, COMMUNICATION)], "messages") for size in sizes]
 
     def segments(self) -> Iterator[Segment]:
         """In order, reductions of gradients included."""
@@ -124,13 +128,12 @@ class Run:
         """What has been sent stays until the schedule waits for it: at its end, but in GPipe before the first backward
         (on a GPU), and in 1F1B with the next of its kind. A neighbour on the same rank gets no message: the result
         itself takes the place of the buffer for it."""
-        is_local = number + 1 in self.stages
-        if is_local and kind in "FBW":
-            size = self.job.shape.hidden * (-1 if kind == "F" else 1)
-            yield Segment.of([Event("receive buffers", 0, size, COMMUNICATION)], "messages")
-        if kind == "F":
-            return
-        yield Segment.of([self._message] * self._new_messages(kind, number), "messages")
+        if kind != "I" and number + 1 in self.stages:
+            yield self._receive[kind != "F"]
+        count = 0 if kind == "F" or self.job.pp == 1 else self._new_messages(kind, number)
+        self._sent += count
+        if count:
+            yield self._messages_segment(count)
 
     def _new_messages(self, kind: str, number: int) -> int:
         schedule = self.job.schedule
@@ -141,14 +144,13 @@ class Run:
             has_sent_gradient, has_sent_result = has_sent_gradient and is_first, has_sent_result and is_last
         if schedule == "GPipe" and self.job.profile.gpu:
             has_sent_result = False
-        count = has_sent_gradient + has_sent_result
-        self._sent += count
-        return count
+        return has_sent_gradient + has_sent_result
 
-    @property
-    def _message(self) -> Event:
-        return Event("messages", 0, self.job.shape.hidden, COMMUNICATION)
+    def _messages_segment(self, count: int) -> Segment:
+        """`count` more, or fewer, of them."""
+        sign = 1 if count > 0 else -1
+        return Segment.of([Event("messages", 0, sign * self._hidden, COMMUNICATION)] * abs(count), "messages")
 
     def _drop_messages(self) -> Segment:
         count, self._sent = self._sent, 0
-        return Segment.of([self._message._replace(size=-self.job.shape.hidden)] * count, "messages")
+        return self._messages_segment(-count)

@@ -3,9 +3,7 @@
 Actions are (kind, stage, micro-batch) with kind F forward, B backward, I and W its two halves.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
@@ -81,25 +79,18 @@ def schedule_of(config: Config) -> Schedule:
     return cast(Schedule, name) if name in SINGLE_STAGE else "looped"
 
 
-def gathered_stages(actions: Sequence[Action], count: int = 3) -> list[tuple[list[int], list[int]]]:
+@lru_cache(maxsize=256)
+def gathered_stages(actions: tuple[Action, ...], count: int = 3) -> list[tuple[list[int], list[int]]]:
     """Before each action of a looped schedule, the stages whose weights are given back, and those asked for: the next
     `count` to run stay (torch: _add_unshard_reshard)."""
+    upcoming: list[int] = []
+    windows = []
+    for action in reversed(actions):
+        upcoming = [action.stage, *(stage for stage in upcoming if stage != action.stage)]
+        windows.append(upcoming[:count])
     active: list[int] = []
     found = []
-    for index in range(len(actions)):
-        upcoming = _next_stages(actions, index, count)
-        evicted = [stage for stage in active if stage not in upcoming]
-        fetched = [stage for stage in upcoming if stage not in active]
-        active = [stage for stage in active if stage in upcoming] + fetched
-        found.append((evicted, fetched))
-    return found
-
-
-def _next_stages(actions: Sequence[Action], index: int, count: int) -> list[int]:
-    found: list[int] = []
-    for action in islice(actions, index, None):
-        if action.stage not in found:
-            found.append(action.stage)
-            if len(found) == count:
-                break
+    for window in reversed(windows):
+        found.append(([s for s in active if s not in window], [s for s in window if s not in active]))
+        active = window
     return found

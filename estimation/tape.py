@@ -112,7 +112,8 @@ def kept(ops: Sequence[Op], mode: Mode) -> set[str]:
 def forward(
     ops: Sequence[Op], x_size: int, keep: set[str], term: str, *, made: set[str] | None = None, prefix: str = ""
 ) -> list[Event]:
-    """Allocations and frees of one pass; `made` are there already (a recomputation finds what was kept).
+    """Allocations and frees of one pass; `made` are there already: a recomputation finds what was
+    kept, and drops what no backward needs.
 
     Kept tensors count as `term`, all others as "forward". The last output stays: it is the next unit's "x". `x_size` is
     bytes of the input.
@@ -122,8 +123,8 @@ def forward(
     events: list[Event] = []
 
     def add(name: str, sign: int) -> None:
-        owner, offset = ("x", 1) if name == "out" else (name if name == "x" else prefix + name, 0)
-        kind = term if name in keep or name in ("x", "out") else "forward"
+        owner, offset = ("x", 1) if name == "out" else (name if name == "x" or name in made else prefix + name, 0)
+        kind = "activations" if name in made else term if name in keep or name in ("x", "out") else "forward"
         events.append(Event(owner, offset, sign * sizes[name], kind))
 
     for index, op in enumerate(ops):
@@ -138,7 +139,7 @@ def forward(
             if name not in keep and name not in made:
                 add(name, -1)
         for name in (*op.inputs, *op.reads):
-            if last_use[name] == index and name not in keep and name not in made:
+            if last_use[name] == index and name not in keep:
                 add(name, -1)
     return events
 
@@ -172,15 +173,11 @@ def backward(
     needed = {name for op in ops for name in op.saves}
     stored = kept(ops, mode)
     events: list[Event] = []
+    dropped: set[str] = set()
     if mode != "none":
-        events += forward(
-            recomputation(ops, early_stop),
-            sizes["x"],
-            needed | stored,
-            "recompute",
-            made=stored - {"x"},
-            prefix="again ",
-        )
+        again, made = recomputation(ops, early_stop), stored - {"x"}
+        events += forward(again, x_size, needed | {"x"}, "recompute", made=made, prefix="again ")
+        dropped = {name for op in again for name in op.inputs} - needed
     left = Counter(name for op in ops for name in op.saves)
     storage: dict[str, str] = {}  # whose gradient lies where: an operation that passes it on shares one
     holders: Counter[str] = Counter()
@@ -238,7 +235,7 @@ def backward(
             free_saved(name)
     if mode != "none":
         events.append(Event("x", 0, -sizes["x"], "activations"))
-        for name in stored - needed - {"x"}:  # kept by the recompute policy, but read by no backward
+        for name in stored - needed - {"x"} - dropped:  # kept by the policy, but read by nobody
             events.append(Event(name, 0, -sizes[name], "activations"))
     return events
 

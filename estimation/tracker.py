@@ -38,8 +38,8 @@ from estimation.types import (
 from titan_like import fake
 from titan_like.parallel.model import ParallelModel
 
-# To a gradient that nobody but autograd has, as Tracker._adds_in_place counts them: the arguments' tuple, the name there,
-# getrefcount's own, and one for all of C++ (CPython 3.10 to 3.13).
+# To a gradient that nobody but autograd has, as Tracker._adds_in_place counts them: the arguments' tuple, the name
+# there, getrefcount's own, and one for all of C++ (CPython 3.10 to 3.13).
 REFERENCES = 4
 ACTIVATIONS, PARAMETERS, GRADIENTS, STATE, BUFFERS = (
     "activations",

@@ -77,6 +77,15 @@ def check_settings(config: Config, world_size: int) -> list[str]:
         return problems
     problems += check_folder("job.dump_folder", config.job.dump_folder)
     problems += check_profiling_folders(config)
+    if config.checkpoint.folder.startswith("memory://") and world_size > 1:
+        problems.append(
+            f'checkpoint.folder ("{config.checkpoint.folder}") lies in the memory of one process, but there are '
+            f"{world_size}; use another URL or a local folder"
+        )
+    if beyond := [rank for rank in config.profiling.profiler_ranks if 0 < world_size <= rank]:
+        problems.append(
+            f"profiling.profiler_ranks names rank {beyond[0]}, but there are {world_size} ranks, from 0 on; name those"
+        )
     if is_url(config.checkpoint.folder):
         problems += check_url("checkpoint.folder", config.checkpoint.folder)
     elif Path(config.checkpoint.folder).is_absolute():

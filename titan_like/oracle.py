@@ -127,6 +127,9 @@ def run_case(name: str, config: Config, tamper: Tamper | None = None) -> Report:
         if step == 1:  # between optimizer steps; the next one must not notice
             evaluation, _ = evaluation_step(model, batches)
             report.evaluation_loss = _relative(evaluation, reference.evaluate(whole))
+            updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not all(id(parameter) in updated for _, parameter in model.named_parameters()):
+                report.problem = "evaluation has left parameters that the optimizer does not know"
     report.weight, report.weight_name = _worst(_full(model, "data"), reference.weights(), order)
     return _agree(report, set(gradients), set(reference.weights()))
 
@@ -272,6 +275,7 @@ def _agree(report: Report, found: set[str], expected: set[str]) -> Report:
         setattr(report, key, getattr(worst, key))
         if key in ("gradient", "weight"):
             setattr(report, f"{key}_name", getattr(worst, f"{key}_name"))
+    report.problem = next((each.problem for each in reports if each.problem), "")
     missing = expected - set().union(*(entry[1] for entry in gathered))
     if missing:
         report.problem = f"no gradient for {', '.join(sorted(missing))}"

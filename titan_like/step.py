@@ -98,6 +98,7 @@ def evaluation_step(model: ParallelModel, batches: Iterable[Batch]) -> tuple[flo
         loss = model.forward(batch).double() / model.mesh.degree("tp")
         part = torch.stack([loss, (batch.labels != IGNORED).sum() / model.mesh.degree("pp", "tp")])
         totals = part if totals is None else totals + part
+    model.reshard()
     if totals is None:
         raise ValueError("an evaluation needs at least one micro-batch")
     dist.all_reduce(totals)

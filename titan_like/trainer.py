@@ -26,7 +26,7 @@ from titan_like.observe.profiling import Profiler
 from titan_like.observe.sample_ids import SampleIdLog
 from titan_like.optim.optimizer import build_optimizer, lr_factor, set_lr
 from titan_like.parallel.apply import build_model
-from titan_like.parallel.compile import compiled_so_far
+from titan_like.parallel.compile import compiled_so_far, require_compiler
 from titan_like.parallel.distributed import close_process_group, init_process_group, set_timeout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.quantize.float8 import require_hardware
@@ -50,6 +50,8 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.device = find_device(config.comm.backend)
         require_hardware(self.device, config.float8)
+        if config.compile.enable:
+            require_compiler(self.device)
         init_process_group(self.device, config.comm.init_timeout_seconds)
         setup_logging(dist.get_rank())
         self.config = config = with_chosen_recompute(config, self.device)
@@ -61,7 +63,7 @@ class Trainer:
         self.model = build_model(model_config, config, mesh, self.device)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         readers = mesh.degree("dp_replicate", "dp_shard")
-        self.data = TrainingData(config, mesh.batch_rank, readers, self.device)
+        self.data = TrainingData(config, mesh.batch_rank, readers, self.device, model_config.vocab_size)
         self.recovery = Recovery(config, self.model, self.optimizer, self.data)
 
         self.counters = self.recovery.resume()

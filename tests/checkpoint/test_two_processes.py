@@ -97,7 +97,7 @@ def train_without_room(argv: list[str], step: int, rank: str) -> None:
 
 def exact(run_folder: Path) -> list[dict[str, Any]]:
     keys = ("step", "loss", "grad_norm", "lr", "processed_positions", "valid_labels")
-    return [{key: line[key] for key in keys} for line in logged(run_folder)]
+    return [{key: line[key] for key in keys} for line in logged(run_folder) if "loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +171,19 @@ def test_a_rank_that_dies_while_it_writes_to_a_store(folder: Path, mode: str) ->
     assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in straight], rel=1e-5)
     assert manager.list_steps(store) == [4, 6, 8]
     assert commit.find_damage(store / "step-8", hashes=True) == []
+
+
+def test_validation_at_the_steps_that_are_saved(folder: Path) -> None:
+    run, out = folder / "validated", folder / "out"
+    settings = {
+        "data__validation": folder / "train", "validation__interval": 2, "validation__samples": 5,
+        "checkpoint__async_mode": "thread", "checkpoint__interval": 1,
+    }  # fmt: skip
+    argv = arguments(run, **{**STEPS, **settings})
+    assert ranks.run(2, train_until_killed, argv, 7, "shards", output=out)[1] == -signal.SIGKILL
+    assert ranks.run(2, train, arguments(run, **{**RESUMING, **settings}), output=out) == [0, 0], ranks.said(out)
+    assert f"resumed from {run}/checkpoint/step-6" in ranks.said(out)
+    assert exact(run) == exact(folder / "straight")
 
 
 def test_nothing_is_deleted_before_the_next_is_complete(folder: Path) -> None:  # R068

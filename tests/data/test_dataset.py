@@ -1,12 +1,13 @@
 import os
+import struct
 
 import numpy as np
 import pytest
 
 from titan_like.config.errors import ConfigError
-from titan_like.data.dataset import TokenDataset, check_data, expand
+from titan_like.data.dataset import TokenDataset, check_data, expand, open_training_data
 from titan_like.data.indexed import IndexedWriter
-from titan_like.data.loader import BatchSource
+from titan_like.data.loader import BatchSource, evaluation_batches
 from titan_like.data.manifest import Manifest, file_sha256
 
 
@@ -212,6 +213,55 @@ def test_prefixes_of_different_tokenizers(tmp_path):
     with pytest.raises(ConfigError, match="different tokenizers"):
         TokenDataset([a, b], seq_len=2, seed=0)
     assert len(check_data([a, b], 2, 300, None)) == 1
+
+
+@pytest.mark.parametrize("blend", [False, True])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("workers", "wrong"), [(0, 300), (0, -1), (1, 2**31 - 1)])
+def test_an_id_outside_the_vocabulary_is_named_with_its_document(tmp_path, workers, wrong, documents, blend):
+    a = shard(tmp_path / "a", [[299, 0, 1]])
+    b = shard(tmp_path / "b", [[2, 3, 4], [5] * 4, [6, wrong, 7], [8]], np.int32)
+    data = open_training_data(
+        [a, b], [0.5, 0.5] if blend else None, seq_len=2, seed=3, documents=documents, repeat=False
+    )
+    source = BatchSource(
+        data, local_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1, num_workers=workers, vocab_size=300
+    )
+    with pytest.raises(ConfigError) as caught:
+        for _ in range(10):
+            source.next_step()
+    source.close()
+    expected = f"document 2 of {b} has the token id {wrong}, but the model's vocabulary has the ids 0 to 299; "
+    assert caught.value.problems == [f"{expected}prepare the data again or raise the model's vocabulary"]
+    validation = TokenDataset([a, b], seq_len=2, seed=0, shuffle=False, documents=documents)
+    with pytest.raises(ConfigError, match=f"document 2 of .*b has the token id {wrong},"):
+        list(evaluation_batches(validation, 100, 2, 0, 1, vocab_size=300))
+
+
+def test_documents_of_several_sequences_are_counted_as_documents(tmp_path):
+    prefix = shard(tmp_path / "a", [[1, 2], [3, 4], [5, 6], [7, 8]])
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    index[26:34] = struct.pack("<Q", 3)  # two documents of two sequences: the boundaries 0, 2, 4
+    (tmp_path / "a.idx").write_bytes(bytes(index[: 34 + 12 * 4]) + struct.pack("<3q", 0, 2, 4))
+    data = TokenDataset([prefix], seq_len=7, seed=0, shuffle=False)
+    assert [data.place(0, at)[:10] for at in range(8)] == ["document 0"] * 4 + ["document 1"] * 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("dtype", "int32", "a.idx has dtype uint16, its manifest says int32;"),
+        ("tokens", 7, "a.idx has tokens 4, its manifest says 7;"),
+        ("documents", 1, "a.idx has documents 2, its manifest says 1;"),
+    ],
+)
+def test_a_manifest_that_differs_from_the_index_is_refused(tmp_path, field, value, sentence):
+    prefix = shard(tmp_path / "a", [[1, 2, 3], [4]], source="test")
+    Manifest.load(prefix).model_copy(update={field: value}).save(prefix)
+    (problem,) = check_data([prefix], 2, 300, None)
+    assert sentence in problem and "prepare the data again" in problem
+    with pytest.raises(ConfigError, match=sentence):
+        TokenDataset([prefix], seq_len=2, seed=0)
 
 
 def test_files_that_are_not_those_of_the_manifest(tmp_path):

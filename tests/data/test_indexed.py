@@ -65,6 +65,17 @@ def test_files_are_those_of_megatron(tmp_path, dtype, bin, idx):
     assert [sha256((tmp_path / f"a.{end}").read_bytes()).hexdigest() for end in ("bin", "idx")] == [bin, idx]
 
 
+@pytest.mark.parametrize(
+    "boundaries", [(0, 1, 10**9), (0, 10**9, 2), (0, 1, 1), (1, 1, 2), (0, -1, 2), (0, 2, 1, 2), ()]
+)
+def test_document_boundaries_that_do_not_fit_are_refused(tmp_path, boundaries):
+    head = bytearray(IDX[: 34 + 12 * 2])
+    head[26:34] = struct.pack("<Q", len(boundaries))
+    put(tmp_path / "x", bytes(head) + struct.pack(f"<{len(boundaries)}q", *boundaries), BIN)
+    with pytest.raises(ConfigError, match=r"x\.idx is damaged: its document boundaries .* from 0 to its 2 sequences"):
+        IndexedDataset(tmp_path / "x")
+
+
 def test_reads_hand_made_files(tmp_path):
     data = IndexedDataset(put(tmp_path / "x", IDX, BIN))
     assert data.dtype == np.uint16

@@ -219,7 +219,9 @@ def test_evaluation_fills_up_with_ignored_labels():
     assert valid == [[[3, 3], [3, 0]], [[3, 3], [0, 0]]]
 
 
-def test_evaluation_beyond_the_data_repeats_nothing():
-    batches = list(evaluation_batches(Numbered(samples=3), 8, 2, 0, 2))
-    assert [(b.labels != -100).sum().item() for b in batches] == [6, 0]
+def test_evaluation_ends_with_the_data_on_every_rank():
+    for samples, expected in ((3, [[6], [3]]), (5, [[6, 3], [6, 0]])):  # labels that count, 2 sequences of 3 per batch
+        dataset = Numbered(samples=samples)
+        batches = [list(evaluation_batches(dataset, 10**12, 2, rank, 2)) for rank in range(2)]
+        assert [[(b.labels != -100).sum().item() for b in rank] for rank in batches] == expected
     assert list(evaluation_batches(Numbered(), 0, 2, 0, 2)) == []

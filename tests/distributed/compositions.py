@@ -102,6 +102,7 @@ FOUR = (
     "pp=2 replicate=2 shard=1 recompute=selective",
     "pp=2 replicate=2 shard=1 schedule=ZBVZeroBubble documents=true",
     "pp=2 cp=2 schedule=ZBVZeroBubble documents=true restart=true",
+    "pp=2 tp=2 schedule=InterleavedZeroBubble loss_parallel=false",
     "pp=2 cp=2 rotate=alltoall tied=true dtype=bfloat16",
     "pp=2 cp=2 rotate=alltoall schedule=InterleavedZeroBubble tied=true",
     "pp=2 shard=2 reshard=always schedule=Interleaved1F1B documents=true",

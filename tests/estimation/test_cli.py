@@ -57,6 +57,32 @@ def test_explain_lists_the_tensors_of_the_peak(capsys):
     assert re.search(r"probabilities +[\d,]+", out)
 
 
+def test_a_trace_answers_in_the_same_words(capsys):
+    """Two stages of a debug model; the last holds the loss, and is the fullest by the formula."""
+    argv = ["--world_size", "2", "--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
+    formula, full = (run(capsys, *argv, *more)[1] for more in ([], ["--engine", "trace"]))
+    assert "worst: pp rank 1" in formula and "\nrank 1, traced\n" in full
+    for part in ("saved for the backward by module", "layers.*.feed_forward", "transient by kind", "at step 2"):
+        assert part in full
+    assert re.search(r"resident \d[^\n]+", formula)[0] == re.search(r"resident \d[^\n]+", full)[0]
+    first = run(capsys, *argv, "--engine", "trace", "--rank", "0")[1]
+    assert "rank 0, traced" in first and "logits/loss" not in first
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--rank", "1"], "add --engine trace"),
+        (["--engine", "trace", "--rank", "2"], "give one from 0 to 1"),
+        (["--engine", "trace", "--explain"], "belong to the formula"),
+        (["--engine", "trace", "--replay"], "belong to the formula"),
+    ],
+)
+def test_an_option_of_the_other_engine_is_refused(capsys, options, sentence):
+    code, _, err = run(capsys, "--world_size", "2", *options)
+    assert code == 2 and sentence in err
+
+
 @pytest.mark.parametrize(
     ("argv", "world_size"),
     [

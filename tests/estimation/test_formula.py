@@ -13,8 +13,8 @@ from estimation.groups import local_rows
 from estimation.job import Job, job_of
 from estimation.profiles import TITAN_2024_12, TITAN_LIKE
 from estimation.program import Shape, block_program
-from estimation.schedules import Action, single_stage
-from estimation.tape import Segment, backward, forward, kept
+from estimation.schedules import Action, gathered_stages, single_stage
+from estimation.tape import Segment, backward, forward, inputs_backward, kept, weights_backward
 from titan_like.config import load_config
 from titan_like.models.flavors import resolve
 
@@ -121,6 +121,25 @@ def test_1f1b_order():
     """Rank 2 of 4 starts two forwards, then alternates."""
     kinds = [f"{kind}{micro_batch}" for kind, _, micro_batch in single_stage("1F1B", 4, 2, 4)]
     assert kinds == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
+
+
+def test_a_looped_schedule_asks_for_three_stages_ahead():
+    """Of four stages per rank the fourth waits until the first has run its last; that one is given back then."""
+    actions = tuple(Action("F", stage, 0) for stage in (0, 2, 4, 6, 6, 4))
+    assert gathered_stages(actions) == [([], [0, 2, 4]), ([0], [6]), ([2], []), ([], []), ([], []), ([6], [])]
+
+
+def test_halves_of_a_backward_free_what_a_whole_one_frees():
+    """The inputs' half keeps every activation and the gradients of the results of operations with a weight."""
+    shape = Shape(LLAMA_8B, 1, 8192, profile=TITAN_LIKE)
+    ops = block_program(shape)
+    inputs = Segment.of(inputs_backward(ops, shape.hidden))
+    weights, rest = (Segment.of(events) for events in weights_backward(ops, shape.hidden, "gradients", adds=False))
+    whole = Segment.of(backward(ops, shape.hidden, "none"))
+    assert inputs.delta[0] + weights.delta[0] + rest.delta[0] == whole.delta[0]
+    # Left for the weights: d n1, d wq, d h (for wo), d n2 of 64 MiB each, d wk and d wv of 16, d w1 and d w3 of 224.
+    # The gradient of the result (for w2) was there before and stays; that of x is new, as in a whole backward.
+    assert inputs.delta[0] == (4 * 64 + 2 * 16 + 2 * 224 + 64) * MIB
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1F1B", [2, 1]), ("GPipe", [4, 4])])

@@ -91,6 +91,18 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left behind"
 
 
+def test_what_needs_more_ranks_or_fewer(tmp_path: Path) -> None:
+    memory = load_config([f"--job.dump_folder={tmp_path}", "--checkpoint.folder=memory://here"])
+    assert launch.check_settings(memory, 1) == []
+    (problem,) = launch.check_settings(memory, 2)
+    assert "memory://here" in problem and "the memory of one process, but there are 2" in problem
+    argv = ["--profiling.enable_profiling", "--profiling.profiler_ranks=0,2", "--profiling.profile_freq=5"]
+    profiling = load_config([f"--job.dump_folder={tmp_path}", *argv])
+    assert launch.check_settings(profiling, 3) == []
+    (problem,) = launch.check_settings(profiling, 2)
+    assert "profiling.profiler_ranks names rank 2, but there are 2 ranks" in problem
+
+
 def main(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "titan_like.launch", *args],

@@ -6,9 +6,11 @@ from torch._dynamo.utils import counters
 
 from tests.distributed.compositions import composition
 from titan_like.config import Config
+from titan_like.config.errors import ConfigError
 from titan_like.models.flavors import resolve
 from titan_like.oracle import make_batch
 from titan_like.parallel.apply import build_model
+from titan_like.parallel.compile import require_compiler
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel
 from titan_like.step import accumulate_gradients
@@ -93,6 +95,14 @@ def test_selective_recompute_keeps_the_listed_operations() -> None:
     # Full: all 7 of each of 4 blocks but the last, whose result no gradient needs; selective: 1st, 3rd, 5th, 7th.
     assert found["recompute=selective"][1] - products in (4 * 4, 4 * 3)
     assert found["recompute=full"][1] - products in (4 * 7, 4 * 6)
+
+
+def test_compiling_for_the_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("nowhere/c++",))
+    monkeypatch.setenv("CXX", "nowhere/c++")
+    with pytest.raises(ConfigError, match=r"C\+\+ compiler on a CPU, but CXX is 'nowhere/c\+\+', which does not work"):
+        require_compiler(torch.device("cpu"))
+    require_compiler(torch.device("cuda"))
 
 
 @pytest.mark.slow

@@ -52,11 +52,22 @@ def test_all_problems_are_reported_together(tmp_path):
         (["--executor.slurm_time", "1:00"], "executor.slurm_time is for Slurm"),
         (["--executor.cpus_per_task", "2"], "for slurm and ray, not for local"),
         (["--executor.kind", "slurm"], "executor.slurm_partition is empty"),
+        (["--output.folder", "s3://b/y"], "output.folder must be a local folder, not s3://b/y"),
+        (["--output.folder=gs://b/y"], "output.folder must be a local folder, not gs://b/y"),
+        (["--tokenizer.path", "az://a/c/t.model"], "tokenizer.path must be a local file, not az://a/c/t.model"),
+        (["--input.paths", "x,s3://b/x.jsonl"], "input.paths has s3://b/x.jsonl, which cannot be read; give local"),
+        (["--input.paths", "https://example.com/x.jsonl"], "or gs://, az://, https://ACCOUNT.blob.core.windows.net/"),
+        (["--decontaminate.paths", "foo://x"], "decontaminate.paths has foo://x"),
         (["--clean.min_characters", "9", "--clean.max_characters", "3"], "clean.max_characters (3) is below"),
     ],
 )
 def test_settings_that_cannot_be(arguments, message):
     assert any(message in problem for problem in problems(*arguments))
+
+
+def test_what_blobfile_reads_is_allowed():
+    sources = ("gs://b/x", "az://a/c/x", "https://a.blob.core.windows.net/c/x", "local/a:b")
+    assert load_prepare_config(["--input.paths", ",".join(sources)]).input.paths == sources
 
 
 def test_help_names_every_key_with_its_default():

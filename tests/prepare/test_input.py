@@ -147,6 +147,25 @@ def test_the_line_of_an_error_in_the_middle_of_a_file_is_named(tmp_path):
         list(reader())
 
 
+@pytest.mark.parametrize("name", ["corpus@2024", "in@7/x.txt", "a.txt@0"])
+def test_an_at_sign_in_a_name_is_no_place(shop, name):
+    path = shop.file(name, b"\xff")
+    with pytest.raises(ConfigError, match=rf"^{path}: invalid UTF-8: byte 0"):
+        shop.run(path)
+    path = shop.file(name, b"ok\n" * 50 + b"\xff\n")  # lines, read in ranges
+    with pytest.raises(ConfigError, match=rf"^{path}:51: invalid UTF-8"):
+        shop.run(path, input__text_unit="line", executor__task_bytes=40)
+
+
+def test_when_no_record_has_the_field_it_is_asked_for(shop):
+    path = shop.jsonl("a.jsonl", {"content": "a"}, {"content": "b"})
+    with pytest.raises(ConfigError, match=r"no document is left.*set input\.text_key.*\(it is 'text'\).*dropped 2"):
+        shop.run(path)
+    with pytest.raises(ConfigError) as caught:
+        shop.run(shop.jsonl("b.jsonl", {"content": "a"}, ""))  # one has it
+    assert "text_key" not in str(caught.value)
+
+
 def test_small_files_share_a_task(tmp_path):
     paths = []
     for i in range(10):
@@ -170,7 +189,7 @@ def test_missing_sources(tmp_path, shop):
     (tmp_path / "in").mkdir()
     with pytest.raises(ConfigError, match=r"in: no such file, or no \.jsonl"):
         shop.run(str(tmp_path / "in"))
-    with pytest.raises(ConfigError, match=r"of 0 documents.*dropped 1 \(empty\)"):
+    with pytest.raises(ConfigError, match=r"no document is left.*give other files.*dropped 1 \(empty\)"):
         shop.run(shop.jsonl("a.jsonl", " "))
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["a.jsonl", "in"]
 
@@ -187,6 +206,19 @@ def test_remote_paths_go_through_blobfile(shop, monkeypatch):
     assert storage.size_of(path) == blobfile.stat(path).size
     with storage.open_bytes(path) as file:
         assert file.read() == b'{"text": "x"}\n'
+
+
+def test_what_blobfile_refuses_is_one_sentence(monkeypatch):
+    blobfile = pytest.importorskip("blobfile")
+
+    def refuse(path):
+        raise blobfile.Error("no access")
+
+    monkeypatch.setattr(blobfile, "isdir", refuse)
+    with pytest.raises(ConfigError, match=r"^source gs://b/x cannot be read: no access; check"):
+        find_files(["gs://b/x"], [])
+    with pytest.raises(ConfigError, match="the input has foo://x, which cannot be read"):  # not through a config
+        find_files(["foo://x"], [])
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -65,6 +65,15 @@ class TokenDataset:
             filled += stop - start
         return sample if self._documents else sample[0]
 
+    def place(self, k: int, at: int) -> str:
+        """The document and the shard of token `at` of sample k."""
+        pieces = self._order.pieces(k)
+        ends = list(accumulate(stop - start for _, start, stop in pieces))
+        sequence = pieces[bisect_right(ends, at)][0]
+        shard = bisect_right(self._first_document, sequence) - 1
+        document = self._shards[shard].document_of_sequence(sequence - self._first_document[shard])
+        return f"document {document} of {self.prefixes[shard]}"
+
     @property
     def num_tokens(self) -> int:
         return sum(shard.num_tokens for shard in self._shards)
@@ -120,6 +129,11 @@ class BlendedDataset:
         """Sample k >= 0 of the run; as TokenDataset."""
         part, number = self._order.locate(k)
         return self.parts[part][number]
+
+    def place(self, k: int, at: int) -> str:
+        """As TokenDataset."""
+        part, number = self._order.locate(k)
+        return self.parts[part].place(number, at)
 
     @property
     def num_tokens(self) -> int:
@@ -224,9 +238,10 @@ def _open_shards(entries: Sequence[str | Path]) -> tuple[list[str], list[Indexed
             continue
         for prefix in found:
             try:
-                shards.append(IndexedDataset(prefix))
+                shards.append(shard := IndexedDataset(prefix))
                 manifests.append(manifest := Manifest.load(prefix))
-                problems += manifest.problems(prefix) if manifest else []
+                if manifest:
+                    problems += manifest.problems(prefix) or manifest.differences(shard)
             except ConfigError as error:
                 problems += error.problems
     if not entries:

@@ -71,7 +71,10 @@ class IndexedDataset:
     def document_of(self, token: int) -> int:
         """The document that the token with this index in the file belongs to."""
         sequence = np.searchsorted(np.cumsum(self.lengths, dtype=np.int64), token, side="right")
-        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+        return self.document_of_sequence(int(sequence))
+
+    def document_of_sequence(self, i: int) -> int:
+        return int(np.searchsorted(self.document_indices, i, side="right")) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         return IndexedDataset, (self.prefix,)  # a worker process maps the files anew instead of receiving their content
@@ -101,6 +104,14 @@ class IndexedDataset:
         self.document_indices = np.frombuffer(data, "<i8", boundaries, offset + 12 * sequences)
         if not np.array_equal(self.pointers, _byte_offsets(self.lengths, self.dtype)) or (self.lengths < 0).any():
             raise ConfigError(f"{path} is damaged: its lengths and offsets disagree; copy or prepare the data again")
+        bounds = self.document_indices
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
+            wrong = bounds[(bounds < 0) | (bounds > sequences)]
+            example = f" (one is {wrong[0]})" if len(wrong) else ""
+            raise ConfigError(
+                f"{path} is damaged: its document boundaries do not rise from 0 to its {sequences} sequences{example}; "
+                "copy or prepare the data again"
+            )
 
     def _map_tokens(self, path: Path) -> None:
         expected = self.num_tokens * self.dtype.itemsize

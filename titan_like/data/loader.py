@@ -13,7 +13,7 @@ may go on with another number of ranks, workers or sequences per micro-batch and
 import itertools
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titan_like.config.errors import ConfigError
 
 IGNORED_LABEL = -100
+Read = tuple[Tensor, Tensor] | ConfigError  # the ids of a micro-batch's samples and its rows, or why it has none
 
 
 class SampleSource(Protocol):
@@ -38,6 +39,9 @@ class SampleSource(Protocol):
 
     def __getitem__(self, k: int, /) -> np.ndarray:
         """Sample k >= 0 of the run, of any epoch: (S+1,) int64 tokens, or (2, S+1): tokens and document starts."""
+
+    def place(self, k: int, at: int, /) -> str:
+        """Where token `at` of sample k comes from, for people; only called for an id outside the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class BatchSource:
         stop: end with the last whole step of one epoch.
         num_workers: processes that read ahead; 0 reads in this process.
         device: where the batches go; None leaves them on the CPU.
+        vocab_size: of the model; an id outside it is refused when it is read. None: not looked at.
     Raises:
         ConfigError: global_batch_size is no multiple of local_batch_size * dp_size, or with `stop` more than the data.
     """
@@ -83,6 +88,7 @@ class BatchSource:
         stop: bool = False,
         num_workers: int = 0,
         device: torch.device | str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         if global_batch_size <= 0 or global_batch_size % (local_batch_size * dp_size):
             raise ConfigError(
@@ -105,7 +111,8 @@ class BatchSource:
         self.device = torch.device("cpu" if device is None else device)
         self.last_ids = torch.empty(0, dtype=torch.int64)  # of the last step: (accumulation, local_batch_size)
         self._consumed = 0
-        self._rows: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._reader = _Reader(dataset, vocab_size)
+        self._rows: Iterator[Read] | None = None
 
     @property
     def accumulation(self) -> int:
@@ -132,13 +139,14 @@ class BatchSource:
 
         Raises:
             StopIteration: no step is left.
+            ConfigError: a token id is not in the vocabulary; shard, document and id are named.
         """
         if self.samples is not None and self._consumed + self.global_batch_size > self.samples:
             raise StopIteration(f"{self._consumed} of {self.samples} samples are read: none are left for a whole step")
         if self._rows is None:
             self._rows = iter(self._open_loader())
         try:
-            read = [next(self._rows) for _ in range(self.accumulation)]
+            read = [_checked(next(self._rows)) for _ in range(self.accumulation)]
             step = [_to_batch(rows, self.device, *self.resets) for _, rows in read]
         except BaseException:
             self.close()  # a second try starts at the same step, not in the middle of it
@@ -168,7 +176,7 @@ class BatchSource:
             # torchdata 0.11 still calls it; torch 2.13 deprecates it without replacement.
             warnings.filterwarnings("ignore", message=".*set_vital.*")
             return StatefulDataLoader(
-                _Reader(self.dataset),
+                self._reader,
                 batch_sampler=_MicroBatchIds(
                     self._consumed, self.local_batch_size, self.global_batch_size, self.dp_rank, self.dp_size
                 ),
@@ -184,9 +192,29 @@ class _Reader:
     """What a loader process does: all rows of a micro-batch at once, with their numbers."""
 
     dataset: SampleSource
+    vocab_size: int | None
 
-    def __getitems__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        return torch.from_numpy(np.array(ids)), _stack([self.dataset[k] for k in ids])
+    def __getitems__(self, ids: list[int]) -> Read:
+        """A user's error is handed over as it is: torch would add the worker's traceback to its sentence."""
+        try:
+            rows = np.stack([self.dataset[k] for k in ids])
+            self.check(ids, rows)
+        except ConfigError as error:
+            return error
+        return torch.from_numpy(np.array(ids)), torch.from_numpy(rows)
+
+    def check(self, ids: Sequence[int], rows: np.ndarray) -> None:
+        """Refuse ids outside the vocabulary, which an embedding could only meet with an error of its kernel."""
+        tokens = rows if rows.ndim == 2 else rows[:, 0]
+        # As unsigned numbers, so that one comparison finds negative ids too.
+        if self.vocab_size is None or tokens.view(np.uint64).max() < self.vocab_size:
+            return
+        row, at = np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0].tolist()
+        place = self.dataset.place(ids[row], at)
+        raise ConfigError(
+            f"{place} has the token id {tokens[row, at]}, but the model's vocabulary has the ids 0 "
+            f"to {self.vocab_size - 1}; prepare the data again or raise the model's vocabulary"
+        )
 
 
 @dataclass(frozen=True)
@@ -216,28 +244,37 @@ def evaluation_batches(
     reset_position_ids: bool = False,
     eod_mask_loss: bool = False,
     device: torch.device | str | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[Batch]:
-    """Samples [0, num_samples) of the first epoch in order, as equally many batches on every rank.
+    """Samples [0, num_samples) of the first epoch in order, fewer if there are fewer, as equally many batches on every
+    rank.
 
-    Places without a sample (the last batches, or num_samples > len(dataset)) hold zeros with IGNORED_LABEL as labels.
+    Places without a sample, in the last batches, hold zeros with IGNORED_LABEL as labels.
+
+    Raises:
+        ConfigError: as BatchSource.next_step.
     """
     target = torch.device("cpu" if device is None else device)
     available = min(num_samples, len(dataset))
     filler = np.zeros_like(dataset[0])
-    for first in range(0, num_samples, dp_size * local_batch_size):
+    reader = _Reader(dataset, vocab_size)
+    for first in range(0, available, dp_size * local_batch_size):
         begin = first + dp_rank * local_batch_size
         ids = range(begin, begin + local_batch_size)
-        rows = _stack([dataset[k] if k < available else filler for k in ids])
-        batch = _to_batch(rows, target, reset_attention_mask, reset_position_ids, eod_mask_loss)
+        rows = np.stack([dataset[k] if k < available else filler for k in ids])
+        reader.check(ids, rows)
+        batch = _to_batch(torch.from_numpy(rows), target, reset_attention_mask, reset_position_ids, eod_mask_loss)
         batch.labels[max(0, available - begin) :] = IGNORED_LABEL
         yield batch
 
 
-def _stack(rows: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(rows))
+def _as_it_is(read: Read) -> Read:
+    return read
 
 
-def _as_it_is(read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _checked(read: Read) -> tuple[Tensor, Tensor]:
+    if isinstance(read, ConfigError):
+        raise read
     return read
 
 

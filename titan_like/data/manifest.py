@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from titan_like.config.errors import ConfigError
+from titan_like.data.indexed import IndexedDataset
 
 
 class Manifest(BaseModel):
@@ -84,6 +85,17 @@ class Manifest(BaseModel):
             elif hashes and file_sha256(path) != digest:
                 found.append(f"{path} is not the file its manifest describes (sha256 differs); prepare the data again")
         return found
+
+    def differences(self, shard: IndexedDataset) -> list[str]:
+        """One sentence for each field that is not what the index says; reads no tokens."""
+        documents = len(shard.document_indices) - 1
+        found = {"dtype": str(shard.dtype), "tokens": shard.num_tokens, "documents": documents}
+        return [
+            f"{shard.prefix}.idx has {key} {value}, its manifest says {getattr(self, key)}; "
+            "copy the files of one preparation or prepare the data again"
+            for key, value in found.items()
+            if value != getattr(self, key)
+        ]
 
 
 def expand_prefix(prefix: str | Path) -> list[str]:

@@ -20,11 +20,15 @@ class TrainingData:
 
     Args:
         rank, readers: this rank's place among the data-parallel ranks, and their number.
+        vocab_size: of the model; an id outside it is refused when it is read.
     """
 
-    def __init__(self, config: Config, rank: int, readers: int, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, rank: int, readers: int, device: torch.device, vocab_size: int | None = None
+    ) -> None:
         data, training = config.data, config.training
         self._config, self._rank, self._readers, self._device = config, rank, readers, device
+        self._vocab_size = vocab_size
         self._resets = {
             "reset_attention_mask": data.reset_attention_mask,
             "reset_position_ids": data.reset_position_ids,
@@ -46,6 +50,7 @@ class TrainingData:
             stop=stop,
             num_workers=data.num_workers,
             device=device,
+            vocab_size=vocab_size,
             **self._resets,
         )
         self._validation_set: TokenDataset | None = None
@@ -61,6 +66,28 @@ class TrainingData:
                     prefix, f"{manifest.documents:,}", f"{manifest.tokens:,}", manifest.unigram_entropy_nats,
                 )  # fmt: skip
 
+        if not config.model.tokenizer_path:
+            self._check_tokenizers()
+
+    def _check_tokenizers(self) -> None:
+        """Warn of tokenizers that are not those the manifests name: training does without, generation does not."""
+        found: dict[tuple[Path, str], str] = {}  # a shard per tokenizer
+        for dataset in (self.dataset, self._validation_set) if self._validation_set else (self.dataset,):
+            for prefix, manifest in zip(dataset.prefixes, dataset.manifests, strict=True):
+                if manifest:
+                    found.setdefault((manifest.tokenizer_path(prefix).absolute(), manifest.tokenizer_sha256), prefix)
+        for (path, sha256), prefix in found.items():
+            if not path.is_file():
+                wrong = "is missing"
+            elif file_sha256(path) != sha256:
+                wrong = "has another sha256 than the manifest says"
+            else:
+                continue
+            logger.warning(
+                "the tokenizer %s of %s %s; training goes on, but put the right one there or set model.tokenizer_path "
+                "before you generate text", path, prefix, wrong,
+            )  # fmt: skip
+
     @property
     def validates(self) -> bool:
         return self._validation_set is not None
@@ -70,8 +97,9 @@ class TrainingData:
         assert self._validation_set is not None
         samples, size = self._config.validation.samples, self._config.training.local_batch_size
         return evaluation_batches(
-            self._validation_set, samples, size, self._rank, self._readers, device=self._device, **self._resets
-        )
+            self._validation_set, samples, size, self._rank, self._readers,
+            device=self._device, vocab_size=self._vocab_size, **self._resets,
+        )  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
         """All that decides which tokens a position in the data stands for."""

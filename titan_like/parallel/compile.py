@@ -1,7 +1,10 @@
 """torch.compile, block by block: one graph serves all layers."""
 
+import os
+
 import torch
 
+from titan_like.config.errors import ConfigError
 from titan_like.models.decoder import Decoder
 
 
@@ -9,6 +12,25 @@ def compile_blocks(model: Decoder) -> None:
     """Compile each block's forward. FSDP's hooks stay outside, parameter names stay as they are."""
     for block in model.layers.values():
         block.forward = torch.compile(block.forward, fullgraph=True)
+
+
+def require_compiler(device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: blocks would be compiled for the CPU, and there is no C++ compiler that inductor can use.
+    """
+    if device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler  # private; checked on torch 2.13
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        named = f"CXX is {os.environ['CXX']!r}, which does not work" if os.environ.get("CXX") else "none was found"
+        raise ConfigError(
+            f"compile.enable needs a C++ compiler on a CPU, but {named}; install g++, set CXX, or turn it off"
+        ) from error
 
 
 def compiled_so_far() -> tuple[int, float]:

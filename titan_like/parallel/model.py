@@ -76,6 +76,14 @@ class ParallelModel:
             return self.pipeline.forward(batch)
         return self.parts[0](batch.tokens, batch.positions, batch.starts, batch.labels)
 
+    def reshard(self) -> None:
+        """Leave each rank its shards only. What FSDP keeps gathered after a forward, it gives up after the backward;
+        where none follows, parameters would be whole ones that neither the optimizer nor a checkpoint knows."""
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     def finish_gradients(self) -> list[tuple[nn.Parameter, int]]:
         """Complete the gradients after the last backward; returns each parameter with the number of its copies on
         pipeline stages: 2 for a tied table, else 1."""

@@ -77,7 +77,8 @@ def loss_over_sequence(loss: Loss, hidden: DTensor, table: DTensor, labels: Tens
     own = [x.chunk(mesh.size(), 1)[mesh.get_local_rank()] for x in (labels, factors.expand_as(labels))]
     whole = table.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     part = DTensor.from_local(loss(hidden.to_local(), whole, *own), mesh, [Partial()], run_check=False)
-    return part.redistribute(placements=[Replicate()]).to_local()
+    # A copy, since a split backward of torch's pipelines detaches in place what a stage returns, which must be no view.
+    return part.redistribute(placements=[Replicate()]).to_local().clone()
 
 
 def apply_tensor_parallel(

@@ -17,6 +17,7 @@ from titan_like.config.errors import ConfigError
 
 STDLIB = "stdlib"
 DEFAULT_VOCAB_SIZE = 4096
+REMOTE = ("gs://", "az://", "https://ACCOUNT.blob.core.windows.net/")  # what blobfile opens
 
 
 def _list_to_tuple(value: Any) -> Any:
@@ -43,7 +44,8 @@ class Input(Section):
     paths: Texts = Field(
         (STDLIB,),
         min_length=1,
-        description="files and folders, local or gs:// az://; 'stdlib': the source of the running Python's library",
+        description="files and folders, local, gs://, az:// or https://ACCOUNT.blob.core.windows.net/; "
+        "'stdlib': the source of the running Python's library",
     )
     format: Literal["auto", "jsonl", "parquet", "text"] = Field("auto", description="auto: by the ending of each file")
     text_key: Text = Field("text", description="field (JSONL) or column (Parquet) of the text")
@@ -238,8 +240,33 @@ def _nearest(name: str) -> str:
     return f"; did you mean {near[0]}?" if near else "; titan-prepare run --help lists all keys"
 
 
+def source_problem(name: str, source: str) -> str | None:
+    """What stands against reading files and folders there."""
+    scheme, separator, rest = source.partition("://")
+    azure = scheme == "https" and rest.partition("/")[0].endswith(".blob.core.windows.net")
+    if not separator or scheme in ("gs", "az") or azure:
+        return None
+    return f"{name} has {source}, which cannot be read; give local files and folders or {', '.join(REMOTE)}"
+
+
+def local_problem(name: str, path: str, what: str) -> str | None:
+    """What stands against a path that must be local."""
+    return f"{name} must be a local {what}, not {path}; copy to or from there yourself" if "://" in path else None
+
+
+def _places(config: PrepareConfig) -> Iterator[str]:
+    """Paths that nothing here can read or write."""
+    for name, sources in (("input.paths", config.input.paths), ("decontaminate.paths", config.decontaminate.paths)):
+        yield from filter(None, (source_problem(name, source) for source in sources))
+    yield from filter(None, [
+        local_problem("output.folder", config.output.folder, "folder"),
+        local_problem("tokenizer.path", config.tokenizer.path, "file"),
+    ])  # fmt: skip
+
+
 def _conflicts(config: PrepareConfig) -> Iterator[str]:
-    """Settings that would be ignored or cannot be met together."""
+    """Settings that would be ignored or cannot be met, alone or together."""
+    yield from _places(config)
     if config.tokenizer.path and "vocab_size" in config.tokenizer.model_fields_set:
         yield f"tokenizer.vocab_size is for training one, but tokenizer.path is {config.tokenizer.path}; remove one"
     if config.dedup.near and not config.dedup.exact:

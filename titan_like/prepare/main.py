@@ -11,7 +11,13 @@ from titan_like.config.errors import ConfigError, TitanError
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.manifest import Manifest, expand_prefix, manifest_path
 from titan_like.data.tokenizer import Tokenizer
-from titan_like.prepare.config import DEFAULT_VOCAB_SIZE, help_text, load_prepare_config
+from titan_like.prepare.config import (
+    DEFAULT_VOCAB_SIZE,
+    PrepareConfig,
+    help_text,
+    load_prepare_config,
+    local_problem,
+)
 
 EXCERPT_CHARACTERS = 300
 
@@ -59,7 +65,7 @@ def inspect(prefix: str, documents: int = 0, verify: bool = False) -> None:
         print(f"{prefix}: {count} documents, {data.num_tokens} tokens, {data.dtype}")
     else:
         print(manifest.model_dump_json(indent=2))
-        if problems := manifest.problems(prefix, hashes=verify):
+        if problems := manifest.problems(prefix, hashes=verify) or manifest.differences(data):
             raise ConfigError(*problems)
     for line in _documents(prefix, data, manifest, documents):
         print(line)
@@ -78,12 +84,13 @@ def train_tokenizer_file(paths: Sequence[str], output: str, vocab_size: int) -> 
     Raises:
         ConfigError: no text, bad input, or an output that exists.
     """
-    from titan_like.prepare.config import PrepareConfig
     from titan_like.prepare.read import Reader, plan_tasks
     from titan_like.prepare.report import Ledger
     from titan_like.prepare.storage import find_files
     from titan_like.prepare.vocabulary import train_tokenizer
 
+    if problem := local_problem("--output", output, "file"):
+        raise ConfigError(problem)
     if Path(output).exists():
         raise ConfigError(f"{output} exists; remove it or choose another --output")
     config = PrepareConfig()
@@ -107,6 +114,8 @@ def _run(settings: Sequence[str]) -> None:
 def _merge(prefixes: Sequence[str], output: str) -> None:
     from titan_like.prepare.shards import merge
 
+    if problem := local_problem("--output", output, "prefix"):
+        raise ConfigError(problem)
     manifest = merge([shard for prefix in prefixes for shard in expand_prefix(prefix)], output)
     if manifest is None:
         print(f"warning: a shard has no manifest, so {output} has none: its tokenizer is unknown", file=sys.stderr)

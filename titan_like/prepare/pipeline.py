@@ -202,15 +202,20 @@ class Finish:
     def _check_sides(self) -> None:
         train, validation = sum(self._counts(TRAIN)), sum(self._counts(VALIDATION))
         fraction = self.config.output.validation_fraction
-        if train == 0 or (validation == 0 and fraction > 0):
-            lines = [
-                line for name in LEDGERS for line in report.as_lines(name, report.add_up(self.work / "ledgers" / name))
-            ]
-            raise ConfigError(
-                f"of {train + validation} documents {train} fell to training and {validation} to validation, but each "
-                f"needs one; give more files or change output.validation_fraction ({fraction}; 0 makes no validation "
-                f"shard). {' '.join(line.strip() for line in lines)}"
-            )
+        if train and (validation or not fraction):
+            return
+        totals = {name: report.add_up(self.work / "ledgers" / name) for name in LEDGERS}
+        lines = " ".join(line.strip() for name, total in totals.items() for line in report.as_lines(name, total))
+        if not train + validation:
+            remedy = "give other files or looser settings"
+            if set(totals[LEDGERS[0]]["dropped"]) == {"no text"}:
+                remedy = f"set input.text_key to the field that holds the text (it is {self.config.input.text_key!r})"
+            raise ConfigError(f"no document is left of the input; {remedy}. {lines}")
+        raise ConfigError(
+            f"of {train + validation} documents {train} fell to training and {validation} to validation, but each "
+            f"needs one; give more files or change output.validation_fraction ({fraction}; 0 makes no validation "
+            f"shard). {lines}"
+        )
 
 
 def describe_source(source: str) -> str:

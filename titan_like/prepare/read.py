@@ -203,9 +203,9 @@ class Reader:
 
     def _place(self, where: str) -> str:
         """file:line, also where only the byte is known (the lines before are counted now, when it matters)."""
-        path, at, place = where.rpartition("@")
-        if not at or not place.isdigit():
-            return where
+        path, _, place = where.rpartition("@")
+        if not place.isdigit() or path not in {unit.path for units in self.tasks for unit in units if unit.start}:
+            return where  # the "@" of a file name
         lines, left = 1, int(place)
         with open_bytes(path) as file:
             while left and (block := file.read(min(left, 1 << 20))):

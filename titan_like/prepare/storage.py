@@ -1,4 +1,4 @@
-"""Finding and opening input files: local paths, or gs:// and az:// through blobfile (imported when one is named)."""
+"""Finding and opening input files: local paths, or those of REMOTE through blobfile (imported when one is named)."""
 
 import bz2
 import gzip
@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from titan_like.config.errors import ConfigError
-from titan_like.prepare.config import STDLIB
+from titan_like.prepare.config import STDLIB, source_problem
 
 JSONL, PARQUET, TEXT = "jsonl", "parquet", "text"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -27,14 +27,21 @@ def find_files(sources: Sequence[str], text_suffixes: Sequence[str]) -> list[str
     """The files of all sources in a fixed order, none twice.
 
     Raises:
-        ConfigError: a source does not exist or holds no file of a known kind.
+        ConfigError: a source cannot be read, does not exist or holds no file of a known kind.
     """
+    if problems := list(filter(None, (source_problem("the input", source) for source in sources))):
+        raise ConfigError(*problems)
     files: dict[str, None] = {}
     for source in sources:
         root = sysconfig.get_path("stdlib") if source == STDLIB else source
         left_out = LEFT_OUT if source == STDLIB else frozenset()
         known = (*_FORMATS, *text_suffixes)
-        found = [root] if _is_file(root) else sorted(p for p in _walk(root, left_out) if _ending(p) in known)
+        try:
+            found = [root] if _is_file(root) else sorted(p for p in _walk(root, left_out) if _ending(p) in known)
+        except Exception as error:  # blobfile's errors have no common base with Python's
+            if not type(error).__module__.startswith("blobfile"):
+                raise
+            raise ConfigError(f"source {source} cannot be read: {error}; check its name and your access") from error
         if not found:
             raise ConfigError(
                 f"source {source}: no such file, or no {', '.join(known)} file in {root}; "

@@ -102,6 +102,9 @@ def test_compiling_for_the_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CXX", "nowhere/c++")
     with pytest.raises(ConfigError, match=r"C\+\+ compiler on a CPU, but CXX is 'nowhere/c\+\+', which does not work"):
         require_compiler(torch.device("cpu"))
+    monkeypatch.setattr("torch.__file__", "/my folder/torch/__init__.py")
+    with pytest.raises(ConfigError, match=r"torch lies in /my folder/torch, which has a space in its name"):
+        require_compiler(torch.device("cpu"))
     require_compiler(torch.device("cuda"))
 
 

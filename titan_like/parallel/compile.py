@@ -1,6 +1,7 @@
 """torch.compile, block by block: one graph serves all layers."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -17,10 +18,16 @@ def compile_blocks(model: Decoder) -> None:
 def require_compiler(device: torch.device) -> None:
     """
     Raises:
-        ConfigError: blocks would be compiled for the CPU, and there is no C++ compiler that inductor can use.
+        ConfigError: blocks would be compiled for the CPU, and there is no C++ compiler that inductor can use, or torch
+            lies where its commands, which are split at spaces, do not find it.
     """
     if device.type != "cpu":
         return
+    if " " in torch.__file__:
+        raise ConfigError(
+            f"compile.enable cannot compile for the CPU while torch lies in {Path(torch.__file__).parent}, which has a "
+            "space in its name; use an environment in another folder, or turn compile.enable off"
+        )
     from torch._inductor.cpp_builder import get_cpp_compiler  # private; checked on torch 2.13
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -100,6 +100,7 @@ def test_selective_recompute_keeps_the_listed_operations() -> None:
 def test_compiling_for_the_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("nowhere/c++",))
     monkeypatch.setenv("CXX", "nowhere/c++")
+    monkeypatch.setattr("torch.__file__", "/torch/__init__.py")
     with pytest.raises(ConfigError, match=r"C\+\+ compiler on a CPU, but CXX is 'nowhere/c\+\+', which does not work"):
         require_compiler(torch.device("cpu"))
     monkeypatch.setattr("torch.__file__", "/my folder/torch/__init__.py")

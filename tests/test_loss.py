@@ -167,7 +167,7 @@ def test_whole_logits_never_exist(dtype: torch.dtype) -> None:
     with CpuMemory() as memory:
         in_chunks(chunks)(hidden, table, labels).backward()
     piece, weights = tokens // chunks * vocab, vocab * dim
-    assert max(memory.changes) <= 4 * max(piece, weights)
+    assert max(memory.changes) <= 4 * max(piece, weights) + 2**13  # a product's own scratch, in bf16
     assert memory.peak < 4 * (2.5 * piece + 2 * weights) < dtype.itemsize * tokens * vocab
 
 

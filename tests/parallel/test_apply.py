@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.distributed.compositions import composition
 from titan_like.config import Config
@@ -98,7 +99,10 @@ def test_selective_recompute_keeps_the_listed_operations() -> None:
 
 
 def test_compiling_for_the_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("nowhere/c++",))
+    def find_none() -> None:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", find_none)
     monkeypatch.setenv("CXX", "nowhere/c++")
     monkeypatch.setattr("torch.__file__", "/torch/__init__.py")
     with pytest.raises(ConfigError, match=r"C\+\+ compiler on a CPU, but CXX is 'nowhere/c\+\+', which does not work"):

@@ -25,7 +25,7 @@ from titan_like.parallel.apply import wrap_model
 from titan_like.parallel.mesh import AXES, Mesh, build_mesh
 from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.pipeline import layer_ranges, stages_of_rank
-from titan_like.step import compute_gradients
+from titan_like.step import apply_gradients, compute_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +84,7 @@ def train(model: ParallelModel, config: Config, steps: int, on_start: Callable[[
         missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
         if missing:
             raise RuntimeError(f"no gradient for {', '.join(missing)}")
-        optimizer.step()
-        model.after_update()
-        optimizer.zero_grad()
+        apply_gradients(model, optimizer)  # whatever the norm is: fake tensors have no values
     return micro_batches
 
 

@@ -43,15 +43,13 @@ def training_step(
 ) -> Tensor:
     """One optimizer step on this rank's micro-batches of the global batch.
 
-    Returns its result on the device, (4,) fp64, for `read_results`: the step itself does not wait for the device.
+    Returns its result on the device, (4,) fp64, for `read_results`: the step itself does not wait for the device, but
+    for document masks (models/documents.py) and in optimizers that are not fused (optim/optimizer.py).
     """
     results = compute_gradients(model, batches, max_norm)
     _, norm, valid_labels = results.unbind()
     applied = (valid_labels > 0) & norm.isfinite()
-    with record_function("optimizer"):
-        update(optimizer, applied)
-        model.after_update()
-        optimizer.zero_grad()
+    apply_gradients(model, optimizer, applied)
     return torch.cat([results, applied[None]])
 
 
@@ -76,6 +74,17 @@ def compute_gradients(model: ParallelModel, batches: Sequence[Batch], max_norm: 
         norm = totals[0].sqrt()
         clip(gradients, norm, max_norm)
     return torch.stack([totals[1], norm, valid_labels])
+
+
+def apply_gradients(model: ParallelModel, optimizer: torch.optim.Optimizer, wanted: Tensor | None = None) -> None:
+    """Move the weights where `wanted`, () bool on the device (None: always), and drop the gradients."""
+    with record_function("optimizer"):
+        if wanted is None:
+            optimizer.step()
+        else:
+            update(optimizer, wanted)
+        model.after_update()
+        optimizer.zero_grad()
 
 
 def accumulate_gradients(model: ParallelModel, batches: Sequence[Batch], scale: Tensor) -> Tensor:

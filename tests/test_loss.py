@@ -156,6 +156,16 @@ def test_ignored_labels_cost_nothing_on_a_cpu() -> None:
     assert seen == [5]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch's bf16 products take scratch for each further thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_logits_never_exist(dtype: torch.dtype) -> None:
     """256 tokens, 4096 words, width 16: the logits of a chunk of 16 tokens are the largest but for the table's own."""
@@ -167,7 +177,7 @@ def test_whole_logits_never_exist(dtype: torch.dtype) -> None:
     with CpuMemory() as memory:
         in_chunks(chunks)(hidden, table, labels).backward()
     piece, weights = tokens // chunks * vocab, vocab * dim
-    assert max(memory.changes) <= 4 * max(piece, weights) + 2**13  # a product's own scratch, in bf16
+    assert max(memory.changes) <= 4 * max(piece, weights)
     assert memory.peak < 4 * (2.5 * piece + 2 * weights) < dtype.itemsize * tokens * vocab
 
 

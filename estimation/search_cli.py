@@ -88,16 +88,14 @@ def describe(config: Config) -> str:
     words = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1] + ["shard the rest"]
     if p.pipeline_parallel_degree > 1:
         virtual = "" if p.pipeline_parallel_virtual_stages == -1 else f" x{p.pipeline_parallel_virtual_stages}"
-        count = training.local_batch_size // p.pipeline_parallel_microbatch_size
-        words.append(f"{p.pipeline_parallel_schedule}{virtual}, {count} micro-batches of")
-        words.append(str(p.pipeline_parallel_microbatch_size))
+        size = p.pipeline_parallel_microbatch_size
+        words.append(f"{p.pipeline_parallel_schedule}{virtual}")
+        words.append(f"{training.local_batch_size // size} micro-batches of {size}")
     else:
         words.append(f"micro-batch {training.local_batch_size}")
-    option = "" if recompute.mode != "selective" else f" {recompute.selective_ac_option}"
+    option = f" {recompute.selective_ac_option}" if recompute.mode == "selective" else ""
     words.append(f"recompute {recompute.mode}{option}")
-    return ", ".join(words).replace("micro-batches of, ", "micro-batches of ") + (
-        "" if config.compile.enable else ", uncompiled"
-    )
+    return ", ".join(words if config.compile.enable else [*words, "uncompiled"])
 
 
 def _row(number: int, found: Found) -> tuple[str, ...]:

@@ -57,7 +57,8 @@ class MemoryReport:
 
     Attributes:
         activations: bytes saved for the backward by module, at the moment when their sum is largest.
-        transient: the largest number of bytes of each kind in TRANSIENT; not all at the same time.
+        transient: by kind in TRANSIENT; of the trace the largest number of bytes of each, not all at the same time, of
+            the formula those at the peak.
         peak_bytes: the largest sum of all at one time, as the allocator counts it ("allocated").
         at_peak: what the peak is made of; sums to peak_bytes. Keys are the fields of Resident, "activations", and kinds
             of TRANSIENT. Gradients are those that exist at that moment.

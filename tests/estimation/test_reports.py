@@ -11,6 +11,7 @@ import pytest
 from estimation.formula import memory_of
 from estimation.job import job_of
 from estimation.trace import trace
+from estimation.types import ALL_GATHER
 from titan_like.config import Config, load_config
 from titan_like.models.flavors import parameter_count, resolve
 
@@ -42,11 +43,14 @@ def test_r173_every_component_follows_degree_and_dtype(ranks: int, optimizer: st
 
 
 def test_r173_bf16_adds_its_copy_to_the_transient_bytes_only() -> None:
-    one, other = (
-        memory_of(job_of(config(f"--training.mixed_precision_param={dtype}"), 1))[0]
-        for dtype in ("float32", "bfloat16")
+    """2 bytes a weight where a layer computes: the largest copies at a time are a block's or the head's."""
+    plain, copied = (
+        trace(config(f"--training.mixed_precision_param={dtype}"), 1, 0, gpu=False) for dtype in ("float32", "bfloat16")
     )
-    assert one.resident == other.resident
+    assert plain.resident == copied.resident
+    block = (PARAMETERS - 2 * 256 * 64 - 64) // 2
+    assert plain.transient[ALL_GATHER] == 0
+    assert copied.transient[ALL_GATHER] >= 2 * block
 
 
 def test_r172_tensor_and_pipeline_parallelism_have_numbers() -> None:

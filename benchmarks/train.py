@@ -39,7 +39,8 @@ from benchmarks.peers.gate import Task  # noqa: E402
 from titan_like.data.dataset import TokenDataset  # noqa: E402
 from titan_like.data.indexed import IndexedWriter  # noqa: E402
 
-OURS, DENSE, BARE = "titan_like", "titan_like, dense mask", ("bare", "bare, chunked loss")
+OURS, RECOMPUTE, DENSE = "titan_like", "titan_like, recompute", "titan_like, dense mask"
+BARE = ("bare", "bare, chunked loss")
 PEERS = ("transformers", "litgpt", "torchtitan", "torchtitan, no recompute")
 PACKAGES = ("torch", "transformers", "accelerate", "litgpt", "lightning", "torchtitan")
 START_SECONDS, TURN_SECONDS = 600, 300  # limits
@@ -59,10 +60,10 @@ class Mode:
 
 
 MODES = {
-    "eager": Mode((OURS, *BARE, *PEERS)),
+    "eager": Mode((OURS, RECOMPUTE, *BARE, *PEERS)),
     "compiled": Mode((OURS, *BARE, "torchtitan, no recompute"), compiled=True),
     "packed": Mode((OURS, DENSE), packed=True),
-    "fsdp2": Mode((OURS, *BARE, *PEERS), processes=2),
+    "fsdp2": Mode((OURS, RECOMPUTE, *BARE, *PEERS), processes=2),
     "compiled packed": Mode((OURS, DENSE), compiled=True, packed=True),
     "compiled fsdp2": Mode((OURS, *BARE), processes=2, compiled=True),
 }

@@ -9,6 +9,7 @@ from typing import TextIO
 # contender: module with run(task, gate), and what the module is told of the variant
 CONTENDERS = {
     "titan_like": ("ours", ""),
+    "titan_like, recompute": ("ours", "recompute"),
     "titan_like, dense mask": ("ours", "dense"),
     "bare": ("bare", "plain"),
     "bare, chunked loss": ("bare", "chunked"),

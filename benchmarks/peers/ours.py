@@ -17,7 +17,8 @@ from titan_like.trainer import Trainer
 def run(task: Task, gate: Gate, variant: str) -> None:
     if variant == "dense":
         attend_through_dense_mask()
-    trainer = Trainer(load_config(arguments(task)))
+    recompute = ["--activation_checkpoint.mode=selective"] if variant == "recompute" else []
+    trainer = Trainer(load_config([*arguments(task), *recompute]))
     next_step = trainer.data.batches.next_step
 
     def gated() -> list[Any]:

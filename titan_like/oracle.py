@@ -287,6 +287,7 @@ def launch(
     processes: int,
     tampers: Mapping[str, Tamper] | None = None,
     timeout_seconds: float = 300,
+    inductor_cache: Path | None = None,
 ) -> list[Report]:
     """Run each case on gloo processes of this machine; reports in the order of `cases`.
 
@@ -296,6 +297,7 @@ def launch(
     Args:
         tampers: faults to inject by case, functions of a module.
         timeout_seconds: for one case.
+        inductor_cache: folder of compiled code, to share it with other launches.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["titan_like.oracle", "torch._dynamo"])
@@ -303,7 +305,8 @@ def launch(
         reports = []
         for number, (name, config) in enumerate(cases.items()):
             files = Path(folder, str(number))
-            arguments = (name, config, (tampers or {}).get(name), processes, files)
+            cache = inductor_cache or Path(folder, "inductor")
+            arguments = (name, config, (tampers or {}).get(name), processes, files, cache)
             ranks = [context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(processes)]
             _run_all(ranks, timeout_seconds)
             reports.append(_read_report(name, files))
@@ -333,13 +336,15 @@ def _read_report(name: str, files: Path) -> Report:
     return Report(name, problem=f"the processes ended without a report: {log[-1]}")
 
 
-def _run_rank(rank: int, name: str, config: Config, tamper: Tamper | None, processes: int, files: Path) -> None:
+def _run_rank(
+    rank: int, name: str, config: Config, tamper: Tamper | None, processes: int, files: Path, cache: Path
+) -> None:
     """One rank of one case; what it says goes to a file."""
     log = os.open(files.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes)}
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(files.parent / "inductor")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     torch.set_num_threads(1)
     store = dist.FileStore(str(files.with_suffix(".store")), processes)
     try:

@@ -1,6 +1,8 @@
 """Every composition equals one process: titan_like/oracle.py says what is compared, compositions.py what is run."""
 
 import itertools
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from tests.distributed.compositions import CSV, MATRIX, composition
 from titan_like.config.composition import FEATURES, RULES, features_of
 from titan_like.oracle import Report, launch
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 LINES = [(processes, line) for processes, lines in MATRIX.items() for line in lines]
 SELECTABLE = [  # a C++ compiler takes most of the time of compiled blocks
     pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] if "compile=true" in pair[1] else [])
@@ -25,24 +27,21 @@ def csv_schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reports(csv_schedule: Path, request: pytest.FixtureRequest) -> dict[tuple[int, str], Report]:
-    """All selected lines, one launch per number of processes: a torch process takes seconds to start."""
-    chosen = {
-        item.callspec.params["line"]
-        for item in request.session.items
-        if hasattr(item, "callspec") and "line" in item.callspec.params
-    }
-    found = {}
-    for processes, lines in MATRIX.items():
-        cases = {line: composition(line.format(csv=csv_schedule)) for line in lines if line in chosen}
-        for report in launch(cases, processes) if cases else []:
-            found[processes, report.name] = report
-    return found
+def report_of(csv_schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Report]:
+    """Runs a line once. Lines share compiled code."""
+    inductor = tmp_path_factory.mktemp("inductor")
+
+    @cache
+    def run(processes: int, line: str) -> Report:
+        case = {line: composition(line.format(csv=csv_schedule))}
+        return launch(case, processes, inductor_cache=inductor)[0]
+
+    return run
 
 
 @pytest.mark.parametrize(("processes", "line"), SELECTABLE)
-def test_composition_equals_one_process(processes: int, line: str, reports: dict[tuple[int, str], Report]) -> None:
-    report = reports[processes, line]
+def test_composition_equals_one_process(processes: int, line: str, report_of: Callable[[int, str], Report]) -> None:
+    report = report_of(processes, line)
     assert report.is_exact, report.table()
 
 
@@ -64,12 +63,10 @@ REPORTS = {
 
 
 @pytest.mark.parametrize("report", REPORTS)
-def test_public_report(report: str, reports: dict[tuple[int, str], Report]) -> None:
-    processes, line = REPORTS[report]
-    assert (processes, line) in LINES
-    if (processes, line) not in reports:
-        pytest.skip("the line is not selected")
-    assert reports[processes, line].is_exact, reports[processes, line].table()
+def test_public_report(report: str, report_of: Callable[[int, str], Report]) -> None:
+    assert REPORTS[report] in LINES
+    found = report_of(*REPORTS[report])
+    assert found.is_exact, found.table()
 
 
 def test_the_matrix_holds_every_pair_that_is_allowed(csv_schedule: Path) -> None:

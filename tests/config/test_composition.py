@@ -93,6 +93,10 @@ def test_sequences_are_cut_evenly() -> None:
         (("--training.local_batch_size=5", f"{P}pipeline_parallel_microbatch_size=2"), ("(5)", "(2)", "set it to 6")),
         (("--training.local_batch_size=1",), ("1F1B", "at least as many as stages (2)", "= 1", "to 2")),
         (
+            ("--training.local_batch_size=1", f"{P}pipeline_parallel_schedule=ZBVZeroBubble"),
+            ("ZBVZeroBubble needs 2 or more (gradients are reduced in float32) micro-batches", "= 1", "to 2"),
+        ),
+        (
             ("--training.local_batch_size=3", f"{P}pipeline_parallel_schedule=DualPipeV"),
             ("DualPipeV", "stages (4)", "to 4"),
         ),

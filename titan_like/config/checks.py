@@ -12,6 +12,7 @@ from titan_like.config.pipeline_csv import read_schedule
 from titan_like.config.schema import (
     SCHEDULES,
     SINGLE_STAGE,
+    SPLIT_BACKWARD,
     V_SHAPED,
     Checkpoint,
     Config,
@@ -214,8 +215,13 @@ def _micro_batches(config: Config, name: str, count: int, stages: int) -> list[s
     degree, size = config.parallelism.pipeline_parallel_degree, config.parallelism.pipeline_parallel_microbatch_size
     needed = {"1F1B": stages, "DualPipeV": stages}.get(name, 1)
     rounds = max(1, count // degree)
+    training = config.training
+    is_cast = training.mixed_precision_param != training.mixed_precision_reduce
     if count < needed:
         remedy, reason = needed, f"at least as many as stages ({stages})"
+    elif name in SPLIT_BACKWARD and is_cast and count < 2:
+        # Gradients of a backward for weights alone are cast when the next one of their stage comes (torch 2.13).
+        remedy, reason = 2, f"2 or more (gradients are reduced in {training.mixed_precision_reduce})"
     elif name in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
         remedy, reason = rounds * degree, f"a multiple of its rounds ({count} // {degree} = {rounds})"
     else:

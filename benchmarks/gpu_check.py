@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from estimation.calibrate import matrix_rate
 from titan_like.config import Config, load_config
 from titan_like.data.indexed import IndexedWriter
 from titan_like.device import peak_flops
@@ -140,17 +141,9 @@ def environment() -> dict[str, Any]:
 
 def matrix_tflops(dry: bool) -> float:
     """The best rate of a large bf16 product in this run, 1e12 FLOP/s: the ceiling of all other numbers."""
-    device, dtype, size = ("cpu", torch.float32, 512) if dry else ("cuda", torch.bfloat16, 8192)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = 0.0
-    for _ in range(3 if dry else 20):
-        started = time.perf_counter()
-        for _ in range(5):
-            a @ b
-        if not dry:
-            torch.cuda.synchronize()
-        best = max(best, 5 * 2 * size**3 / (time.perf_counter() - started) / 1e12)
-    return best
+    if dry:
+        return matrix_rate(torch.device("cpu"), torch.float32, 512) / 1e12
+    return matrix_rate(torch.device("cuda"), torch.bfloat16) / 1e12
 
 
 def write_tokens(prefix: Path, documents: int, mean: int = 400) -> None:

@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Exit code 0: it fits; 1: it does not; 2: it could not be estimated as asked."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        raise SystemExit(find(argv[1:]) if argv[:1] == ["search"] else estimate(argv))
+        commands = {"search": find, "calibrate": measure}
+        raise SystemExit(commands[argv[0]](argv[1:]) if argv and argv[0] in commands else estimate(argv))
     except TitanError as error:
         print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -57,7 +58,7 @@ def estimate(argv: Sequence[str]) -> int:
     print(f"{config.model.name} {config.model.flavor} on {options.world_size} x {device.name}, memory per rank in GiB")
     lines, reserved = traced(options, config) if options.engine == "trace" else calculated(options, job)
     print(*lines, sep="\n")
-    fits, sentence = verdict(reserved, device)
+    fits, sentence = verdict(reserved, device, job.communicators)
     step = step_time(job, device, way_of(config))
     print("", *time_lines(step), sep="\n")
     time_left_out = (*TIME_NOT_INCLUDED, *notes_on(config))
@@ -86,7 +87,8 @@ def traced(options: argparse.Namespace, config: Config) -> tuple[list[str], int]
     Raises:
         ConfigError: there is no such rank.
     """
-    from estimation.trace import trace  # imports torch, as the formula does not
+    from estimation.extrapolate import LAYERS, model_of, trace_some_layers  # imports torch, as the formula does not
+    from estimation.trace import trace
 
     rank = worst_rank(memory_of(job_of(config, options.world_size))).report().rank
     if options.rank is not None:
@@ -96,10 +98,17 @@ def traced(options: argparse.Namespace, config: Config) -> tuple[list[str], int]
                 f"--rank {options.rank} is none of the {options.world_size} ranks; give one from 0 to {last}"
             )
         rank = options.rank
-    report = trace(config, options.world_size, rank, gpu=True)
-    return [f"rank {rank}, traced", *breakdown(report), *details(report), *_left_out(report.not_included)], (
-        report.reserved_bytes
-    )
+    is_whole = options.whole or options.replay
+    report = None if is_whole else trace_some_layers(config, options.world_size, rank, gpu=True)
+    how, left_out = "traced", tuple[str, ...]()
+    if report is None:
+        report = trace(config, options.world_size, rank, gpu=True)
+    else:
+        layers = model_of(config).n_layers
+        how = f"{LAYERS[0]} to {LAYERS[-1]} layers traced, {layers} told from them (--whole traces all)"
+        left_out = NOT_INCLUDED[-1:]
+    lines = [f"rank {rank}, {how}", *breakdown(report), *details(report)]
+    return [*lines, *_left_out((*report.not_included, *left_out))], report.reserved_bytes
 
 
 def _left_out(sentences: Sequence[str]) -> list[str]:
@@ -119,12 +128,24 @@ def find(argv: Sequence[str]) -> int:
     return run_search(options, rest, device_of(options))
 
 
+def measure(argv: Sequence[str]) -> int:
+    """`titan-estimate calibrate`."""
+    from estimation.calibrate import calibrate  # imports torch
+
+    found = argparse.ArgumentParser("titan-estimate calibrate", description=calibrate.__doc__, allow_abbrev=False)
+    found.add_argument("--output", type=Path, required=True, help="a TOML file, for --device and estimation.device")
+    add_device_options(found)
+    options = found.parse_args(argv)
+    calibrate(options.output, device_of(options))
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """Options of the estimator; all others are the trainer's."""
     found = argparse.ArgumentParser(
         "titan-estimate", description=__doc__, allow_abbrev=False,
         epilog="Every other option is the trainer's: --job.config_file FILE, --training.seq_len 4096, ... "
-        "See also: titan-estimate search --help",
+        "See also: titan-estimate search --help, titan-estimate calibrate --help",
     )  # fmt: skip
     found.add_argument("--world_size", type=_positive, required=True, help="number of GPUs")
     found.add_argument(
@@ -134,8 +155,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rank", type=_rank, help="of the trace; by default the fullest, as the formula finds it")
     found.add_argument(
         "--replay", action="store_true",
-        help="replay the fullest rank through a model of the caching allocator (seconds): finds fragmentation",
+        help="replay the fullest rank through a model of the caching allocator (seconds): finds fragmentation; a trace "
+        "is whole then",
     )  # fmt: skip
+    found.add_argument("--whole", action="store_true", help="trace all layers, where 4 to 6 would tell of the others")
     found.add_argument("--explain", action="store_true", help="list every tensor alive at the peak")
     found.add_argument("--trace", type=Path, help="write the simulated step to this file, for ui.perfetto.dev")
     add_device_options(found)
@@ -144,7 +167,10 @@ def parser() -> argparse.ArgumentParser:
 
 def add_device_options(found: argparse.ArgumentParser) -> None:
     found.add_argument(
-        "--device", default="h100-sxm", help=f"one of {', '.join(DEVICES)}, or any other name with the next options"
+        "--device",
+        default="h100-sxm",
+        help=f"one of {', '.join(DEVICES)}, a file from titan-estimate calibrate, "
+        "or any other name with the next options",
     )
     for option, (name, text) in DEVICE_OPTIONS.items():
         found.add_argument(option, dest=name, type=_positive_float, help=text)
@@ -172,10 +198,10 @@ def _check_engine(options: argparse.Namespace) -> None:
     """Raises: ConfigError: an option that the other engine has."""
     if options.engine == "formula" and options.rank is not None:
         raise ConfigError("--rank chooses the traced rank; add --engine trace, or leave it out: the formula shows all")
-    if options.engine == "trace" and (options.replay or options.explain):
-        raise ConfigError(
-            "--replay and --explain belong to the formula; leave them out: the trace replays and lists by itself"
-        )
+    if options.engine == "formula" and options.whole:
+        raise ConfigError("--whole traces all layers; add --engine trace, or leave it out: the formula counts all")
+    if options.engine == "trace" and options.explain:
+        raise ConfigError("--explain belongs to the formula; leave it out: the trace lists by itself")
 
 
 def _rank(text: str) -> int:

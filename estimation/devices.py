@@ -12,8 +12,11 @@ is not causal: it is scaled by what the mask costs the forward (335 / 370).
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import tomli
 
 from titan_like.config.errors import ConfigError
 
@@ -28,7 +31,7 @@ class Device:
 
     Attributes:
         memory_gib: what torch sees as the device's total, GiB.
-        outside_gib: what the process needs outside torch's allocator, GiB, with collectives.
+        outside_gib: what the process needs outside torch's allocator, GiB, with one NCCL communicator.
         tflops: dense bf16 peak, 1e12 FLOP/s.
         efficiency: measured matrix product over peak.
         memory_tb_s: memory bandwidth, 1e12 B/s.
@@ -39,6 +42,7 @@ class Device:
         float8: measured float8 product over its peak, which is twice the bf16 peak; 0: there is none.
         flash, cudnn: measured causal attention over the bf16 peak, forward and backward; None: not published.
         units: multiprocessors, which matrix products and collectives share.
+        communicator_gib: what each further NCCL communicator needs; 0: not measured (titan-estimate calibrate does).
     """
 
     name: str
@@ -57,6 +61,11 @@ class Device:
     flash: tuple[float, float] | None = None
     cudnn: tuple[float, float] | None = None
     units: int = 132
+    communicator_gib: float = 0.0
+
+    def outside(self, communicators: int) -> float:
+        """GiB outside of the allocator of a process that is in so many communicators."""
+        return self.outside_gib + self.communicator_gib * max(0, communicators - 1)
 
 
 _NV = "NVIDIA data sheet"
@@ -84,14 +93,14 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def device_named(name: str, **replaced: float | None) -> Device:
-    """A device of the table, or with `replaced` values any other.
+    """A device of the table or of a file that calibrate wrote; with `replaced` values any other.
 
     Raises:
-        ConfigError: the name is unknown and `replaced` does not describe a device whole.
+        ConfigError: the name is unknown and `replaced` does not describe a device whole, or the file is none.
     """
     given = {key: value for key, value in replaced.items() if value is not None}
-    if name in DEVICES:
-        return replace(DEVICES[name], **given)  # type: ignore[arg-type]
+    if name in DEVICES or name.endswith(".toml"):
+        return replace(DEVICES[name] if name in DEVICES else _read(Path(name)), **given)  # type: ignore[arg-type]
     needed = ("memory_gib", "tflops", "memory_tb_s", "link_gb_s", "network_gb_s")
     if all(key in given for key in needed):
         known = {field.name for field in fields(Device)}
@@ -102,5 +111,18 @@ def device_named(name: str, **replaced: float | None) -> Device:
     raise ConfigError(
         f'device "{name}" is unknown{hint}; known are {", ".join(DEVICES)}, and --device_memory (GiB), '
         "--device_tflops, --device_memory_bandwidth (TB/s), --device_link and --device_network (GB/s) "
-        "together describe any other"
+        "together describe any other, as does a file from titan-estimate calibrate (NAME.toml)"
     )
+
+
+def _read(path: Path) -> Device:
+    try:
+        values = tomli.loads(path.read_text())
+        for pair in ("flash", "cudnn"):
+            if pair in values:
+                values[pair] = tuple(values[pair])
+        return Device(**values)
+    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError, TypeError) as error:
+        raise ConfigError(
+            f'device "{path}" cannot be read: {error}; give a file that titan-estimate calibrate has written'
+        ) from None

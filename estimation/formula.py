@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from estimation.groups import local_rows
+from estimation.flat import FlatStageMemory
 from estimation.job import Job
-from estimation.run import Run
-from estimation.stage import StageMemory
+from estimation.run import Run, left_gradients, messages
+from estimation.stage import Blocks, StageMemory
 from estimation.tape import Event, Segment
 from estimation.types import INPUTS, TRANSIENT, MemoryReport, Moment, Resident
 
 NOT_INCLUDED = (
-    "float8: its layers are counted as if they computed in bf16; estimation.trace counts what they really hold",
     "memory outside torch's allocator: the device context, communicators, and libraries (see the device's line)",
     "workspaces and temporaries inside kernels (matrix libraries, flash attention, sorting in an embedding's backward)",
     "fragmentation inside an allocator pool: reserved is the sum of the pools' peaks",
@@ -65,34 +64,18 @@ class RankMemory:
     @cached_property
     def resident(self) -> Resident:
         """Bytes that stay; exact, with the uneven parts that DTensor and FSDP2 give to this rank."""
+        parameters = gradients = optimizer = 0
+        for stored, held, copies in self._parts():
+            parameters += stored * copies
+            gradients += held * copies
+            optimizer += sum(self.job.state_sizes(held)) * copies
         weight = 4 if self.job.profile.weights == "fp32" else 2
-        parameters = sum(padded for padded, _ in self._tables) * weight
-        gradients = sum(held for _, held in self._tables) * weight
         buffers = self.job.seq_len // self.job.cp * 8 if self.job.cp > 1 else 0
-        return Resident(parameters, gradients, sum(self._optimizer_tensors), buffers)
+        return Resident(parameters * weight, gradients * weight, optimizer, buffers)
 
-    @cached_property
-    def _tables(self) -> list[tuple[int, int]]:
-        """Numbers of each parameter that this rank holds: as stored (padded to the longest part), and in truth."""
-        fsdp, found = self.job.fsdp, []
+    def _parts(self) -> Iterator[tuple[int, int, int]]:
         for stage in self.stages.values():
-            for group, copies in stage.groups.values():
-                for table in group.tables:
-                    rows = table.rows_of(self.tp_rank)
-                    held = local_rows(rows, fsdp, self.fsdp_rank) * table.columns
-                    found += [(-(-rows // fsdp) * table.columns, held)] * copies
-        return found
-
-    @cached_property
-    def _optimizer_tensors(self) -> list[int]:
-        """Bytes of the optimizer's tensors: two moments and one fp32 step count per parameter; SGD has none."""
-        return self._state_sizes([held for _, held in self._tables])
-
-    def _state_sizes(self, numbers: list[int]) -> list[int]:
-        if self.job.optimizer != "adamw":
-            return []
-        number = {"fp32": 4, "bf16": 2, "8bit": 1}[self.job.profile.adam]
-        return [size for held in numbers for size in (4, held * number, held * number)]
+            yield from stage.parts(self.fsdp_rank, self.tp_rank)
 
     @cached_property
     def start(self) -> Segment:
@@ -100,47 +83,28 @@ class RankMemory:
         resident, job = self.resident, self.job
         events = [("parameters", "parameters", resident.parameters)]
         events += [("buffers", "indices of the sequence", resident.buffers), (INPUTS, "batch", job.input_bytes)]
-        for stage in self.stages.values():
-            count = stage.receive_buffers // job.shape.hidden
-            events += [("communication", "receive buffers", job.shape.hidden)] * count
-        events += [("communication", "gradients of buffers", job.shape.hidden)] * self.left_gradients
-        first = Segment.of((_event(term, name, size) for term, name, size in events if size), "start")
-        return Segment.join([first, *(self._states() if job.profile.step_state else [])], "start")
-
-    @property
-    def left_gradients(self) -> int:
-        """A backward for inputs leaves the gradient of a receive buffer there (torch: stage_backward_input)."""
-        return sum(a.kind == "I" and a.stage > 0 and a.stage - 1 not in self.stages for a in self.actions)
-
-    def _states(self) -> Iterator[Segment]:
-        """The optimizer's tensors, a segment per group of parameters: the blocks' are one object."""
-        for stage in self.stages.values():
-            for group, copies in stage.groups.values():
-                held = [
-                    local_rows(table.rows_of(self.tp_rank), self.job.fsdp, self.fsdp_rank) * table.columns
-                    for table in group.tables
-                ]
-                events = [
-                    _event("optimizer state", "optimizer state", size) for size in self._state_sizes(held) if size
-                ]
-                yield from [Segment.of(events)] * copies
+        first = Segment.of((Event(name, 0, size, term) for term, name, size in events if size), "start")
+        receive = sum(stage.receive_buffers for stage in self.stages.values()) // job.shape.hidden
+        counts = (("receive buffers", receive), ("gradients of buffers", left_gradients(self.actions, self.stages)))
+        held = [messages(name, job.shape.hidden, count) for name, count in counts]
+        states = [stage.states(self.fsdp_rank, self.tp_rank) for stage in self.stages.values()]
+        return Segment.join([first, *held, *(states if job.profile.step_state else [])], "start")
 
     def steps(self) -> Iterator[Segment]:
         """The segments of one optimizer step after its start."""
         runs = min(self.job.accumulation, 3)  # the first, any in the middle, the last
         for run in range(runs):
             yield from Run(self.job, self.actions, self.stages, fresh=run == 0, is_last=run == runs - 1).segments()
-        for stage in self.stages.values():
-            yield stage.rows_of_table()
 
     def update(self, *, first: bool) -> Segment:
         """The optimizer; in the `first` step some trainers make its states here."""
-        new = self._optimizer_tensors if first and not self.job.profile.step_state else []
-        events = [_event("optimizer state", "optimizer state", size) for size in new]
-        if self.job.profile.foreach_update:
-            sizes = [sign * held * 4 for sign in (1, -1) for _, held in self._tables]
-            events += [_event("optimizer", "optimizer temporaries", size) for size in sizes]
-        return Segment.of(events, "optimizer")
+        parts: list[Segment] = []
+        if first and not self.job.profile.step_state:
+            parts = [stage.states(self.fsdp_rank, self.tp_rank) for stage in self.stages.values()]
+        if self.job.updates_together or self.job.profile.foreach_update:
+            sizes = [sign * held * 4 for sign in (1, -1) for _, held, copies in self._parts() for _ in range(copies)]
+            parts.append(Segment.of(Event("optimizer temporaries", 0, size, "optimizer") for size in sizes))
+        return Segment.join(parts, "optimizer")
 
     @cached_property
     def peak(self) -> Peak:
@@ -187,23 +151,20 @@ class RankMemory:
         )
 
 
-def _event(term: str, name: str, size: int) -> Event:
-    return Event(name, 0, size, term)
-
-
 def memory_of(job: Job) -> list[RankMemory]:
     """One entry per rank of the pipeline axis. Stages that are alike share what is computed of them, and all share
     what is computed of a block."""
     alike: dict[tuple[object, ...], StageMemory] = {}
-    blocks: dict[tuple[object, ...], Segment] = {}
+    blocks, kind_of_stage = Blocks(), FlatStageMemory if job.profile.flat else StageMemory
     ranks = []
     for rank, actions in enumerate(job.actions):
         stages = {}
         for number in sorted({action.stage for action in actions}):
             layers = job.stages[number]
-            key = (number == 0, number == len(job.stages) - 1, tuple(map(job.mode_of, layers)))
+            kinds = tuple((job.mode_of(layer), job.products_of(layer)) for layer in layers)
+            key = (number == 0, number == len(job.stages) - 1, kinds)
             if key not in alike:
-                alike[key] = StageMemory(job, number, blocks)
+                alike[key] = kind_of_stage(job, number, blocks)
             stages[number] = alike[key]
         ranks.append(RankMemory(job, rank, stages))
     return ranks

@@ -5,11 +5,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
+from estimation.float8 import Float8, float8_of
 from estimation.profiles import TITAN_LIKE, Profile
 from estimation.program import Shape
 from estimation.schedules import Action, Schedule, actions_of, schedule_of
 from titan_like.config.composition import stage_count, tokens_of_loss
-from titan_like.config.schema import Config
+from titan_like.config.schema import Config, Optimizer
 from titan_like.models.flavors import ModelConfig, resolve
 
 NUMBER = {"float32": 4, "bfloat16": 2}
@@ -32,6 +33,7 @@ class Job:
         reduces_once: gradients are reduced with the last micro-batch of a step only.
         wrapped: parameters are FSDP2's, gathered or cast for compute.
         rotate, balanced: of context parallelism, see Shape.
+        updates_together: the optimizer makes a number for each one of the rank's part at once.
         only_first_step: peaks are asked of the first step alone.
     """
 
@@ -57,17 +59,24 @@ class Job:
     documents: bool = False
     rotate: str = "allgather"
     balanced: bool = True
+    float8: Float8 | None = None
     optimizer: str = "adamw"
+    updates_together: bool = False
     only_first_step: bool = False
     profile: Profile = TITAN_LIKE
 
-    @property
+    @cached_property
     def pp(self) -> int:
         return len(self.actions)
 
     @property
     def world_size(self) -> int:
         return self.pp * self.replicate * self.fsdp * self.tp
+
+    @property
+    def communicators(self) -> int:
+        """NCCL communicators of a rank: one per axis of the mesh with more than one rank, and that of the world."""
+        return 1 + sum(degree > 1 for degree in (self.pp, self.replicate, self.fsdp, self.cp, self.tp))
 
     @cached_property
     def shape(self) -> Shape:
@@ -96,6 +105,18 @@ class Job:
         if isinstance(self.recompute, int):
             return "full" if (layer + 1) % self.recompute == 0 else "none"
         return self.recompute
+
+    def state_sizes(self, numbers: int) -> tuple[int, ...]:
+        """Bytes of the optimizer's tensors for a parameter: an fp32 step count and two moments; SGD has none."""
+        if self.optimizer != "adamw":
+            return ()
+        moment = {"fp32": 4, "bf16": 2, "8bit": 1}[self.profile.adam] * numbers
+        moment += numbers // 64 if self.profile.adam == "8bit" else 0  # an fp32 scale for each 256 numbers
+        return 4, moment, moment
+
+    def products_of(self, layer: int) -> frozenset[str]:
+        """The products of its block in float8."""
+        return self.float8.layers[layer] if self.float8 else frozenset()
 
 
 def job_of(config: Config, world_size: int, profile: Profile = TITAN_LIKE) -> Job:
@@ -136,14 +157,23 @@ def job_of(config: Config, world_size: int, profile: Profile = TITAN_LIKE) -> Jo
         reduce_number=NUMBER[training.mixed_precision_reduce],
         reshard=reshard == "always" or (reshard == "default" and pp == 1),
         reduces_once=reshard == "never",
-        wrapped=replicate * fsdp > 1 or number == 2,
+        wrapped=replicate * fsdp > 1 or number == 2 or config.float8.enable_fsdp_float8_all_gather,
         compiled=config.compile.enable and "blocks" in config.compile.components,
         documents=config.data.reset_attention_mask,
         rotate=parallelism.context_parallel_rotate_method,
         balanced=parallelism.context_parallel_load_balance,
+        float8=float8_of(model, config),
         optimizer=config.optimizer.name,
+        updates_together=_updates_together(config.optimizer),
         profile=Profile(**{**profile.__dict__, **changes}),
     )
+
+
+def _updates_together(optimizer: Optimizer) -> bool:
+    """torch's foreach kernels: AdamW divides by roots of all second moments, SGD adds the decay to all gradients."""
+    if optimizer.name == "adamw":
+        return optimizer.implementation == "foreach"
+    return optimizer.implementation in ("auto", "foreach") and optimizer.weight_decay > 0
 
 
 _RANGES: dict[tuple[object, ...], tuple[range, ...]] = {}

@@ -81,6 +81,10 @@ def loss_forward(shape: Shape, held: bool) -> list[Event]:
     profile = shape.profile
     if profile.loss == "compiled":
         return [_event("row maxima and sums", shape.tokens * 8)]
+    if profile.loss == "chunked compiled":  # each piece is a result of the head of its own
+        part = _event("logits of a piece", shape.logits // profile.loss_chunks)
+        pieces = [_event("logits", -shape.logits), *[part] * profile.loss_chunks]
+        return [*pieces, _event("row maxima and sums", shape.tokens * 8)]
     free = [] if held or profile.keeps_logits == "compute" else [_event("logits", -shape.logits)]
     if profile.keeps_logits == "fp32" and cast:  # the model returns them so
         return [_event("fp32 logits", cast), *free, _event("log-probabilities", wide)]
@@ -103,6 +107,11 @@ def loss_backward(shape: Shape, held: bool) -> list[Event]:
     if profile.loss == "compiled":
         free = [] if held else [_event("logits", -shape.logits)]
         return [_event("d logits", shape.logits), *free, _event("row maxima and sums", -shape.tokens * 8)]
+    if profile.loss == "chunked compiled":
+        part = shape.logits // profile.loss_chunks
+        one = [_event("d logits of a piece", part), _event("logits of a piece", -part)]
+        whole = [*[_event("d logits of a piece", -part)] * profile.loss_chunks, _event("d logits", shape.logits)]
+        return [*one * profile.loss_chunks, *whole, _event("row maxima and sums", -shape.tokens * 8)]
     release = []
     if not held and profile.keeps_logits == "compute":
         release = [_event("logits", -shape.logits)]
@@ -118,6 +127,9 @@ def loss_backward(shape: Shape, held: bool) -> list[Event]:
         whole = [_event("d logits", shape.logits), *[_event("d logits of a piece", -part)] * profile.loss_chunks]
         return [*one * profile.loss_chunks, *whole, *release]
     events = [_event("picked gradient", wide), _event("d fp32 logits", wide), _event("picked gradient", -wide)]
+    if shape.tp > 1 and profile.loss_parallel:  # (picked + exp(log-probabilities)) * gradient, in parallel/loss.py
+        sums = [_event("exponentials", wide), _event("exponentials plus picked", wide), _event("exponentials", -wide)]
+        events = [events[0], *sums, events[1], _event("exponentials plus picked", -wide), events[2]]
     if shape.number == 4:
         return [
             *events,

@@ -37,7 +37,7 @@ def memory_bars(found: Found, device: Device) -> str:
     """One stacked bar per pipeline rank; the line is what the device leaves the allocator."""
     reports = [memory.report() for memory in found.ranks]
     kinds = list(dict.fromkeys(kind for report in reports for kind in report.at_peak))
-    limit = device.memory_gib - device.outside_gib
+    limit = device.memory_gib - device.outside(found.ranks[0].job.communicators)
     scale = (WIDTH - 80) / max(limit, *(report.peak_bytes / GIB for report in reports))
     parts = []
     for number, report in enumerate(reports):

@@ -23,8 +23,9 @@ def preflight(config: Config, world_size: int, device: Device) -> MemoryReport:
     Raises:
         ConfigError: it does not fit, and estimation.preflight is abort.
     """
-    report = worst_rank(memory_of(job_of(config, world_size))).report()
-    fits, sentence = verdict(report.reserved_bytes, device)
+    job = job_of(config, world_size)
+    report = worst_rank(memory_of(job)).report()
+    fits, sentence = verdict(report.reserved_bytes, device, job.communicators)
     logger.info("memory forecast: %s", sentence)
     if fits:
         return report
@@ -49,8 +50,9 @@ def remedies(config: Config, world_size: int, device: Device) -> list[tuple[str,
         other = changed(config, keys)
         if problems(other, world_size):
             continue
-        reserved = sum(worst_rank(memory_of(job_of(other, world_size))).peak.pools)
-        if verdict(reserved, device)[0]:
+        job = job_of(other, world_size)
+        reserved = sum(worst_rank(memory_of(job)).peak.pools)
+        if verdict(reserved, device, job.communicators)[0]:
             text = ", ".join(f"{key} = {value}" for key, value in keys.items())
             found.append((text, reserved / GIB))
         if len(found) == SHOWN:

@@ -3,8 +3,13 @@
 A profile holds no number that was fitted to a measurement.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+
+class NotCovered(Exception):
+    """No profile describes what a row's run did; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -16,20 +21,29 @@ class Profile:
             one and another in the compute dtype.
         rope: halves computes in eight fp32 pieces, complex in two.
         kept_products: recompute per operation keeps the products with an even or an odd running number in their block.
+        keeps_attention: and whether it keeps the result of attention: early lists had no entry for cuDNN's.
         early_stop: recomputation ends at the last tensor that the backward needs.
         loss: whole holds fp32 log-probabilities of all tokens; compiled holds the logits; chunked works on
-            `loss_chunks` pieces of the sequence, logits included; linear makes the logits of one piece of the tokens at
-            a time, and gradients with them; linear compiled in fused kernels.
+            `loss_chunks` pieces of the sequence, logits included, chunked compiled in fused kernels; linear makes the
+            logits of one piece of the tokens at a time, and gradients with them; linear compiled in fused kernels.
+        compiles_loss: what compiling makes of a loss; empty: nothing.
         loss_copies: a softmax of 16-bit numbers works on a copy in fp32.
         keeps_logits: who calls the loss holds the logits during the backward: in the compute dtype, or in fp32.
         groups: apart: embedding, blocks, and norm with head are gathered one by one; together: the tables and the last
             norm are one group, gathered for the whole step.
         last_block_stays: the last block keeps its gathered weights between forward and backward.
         head_stays: so does the group of norm and head.
-        adam: fp32 two numbers of four bytes a parameter, bf16 of two bytes.
+        adam: fp32 two numbers of four bytes a parameter, bf16 of two bytes, 8bit of one and a scale for each 256.
         weights: fp32 masters are cast for compute; bf16 weights are all there is.
         step_state: whether optimizer states exist when the first backward runs; else they are made at its end.
         foreach_update: the optimizer makes a temporary as large as the weights.
+        flat_pool: the stream that allocates the flat buffer of what is reduced, and so the pool that it comes from: in
+            torch before 2024-07 that of the reduction, where nothing else can use it.
+        updates_in_backward: each gradient is used and freed as soon as it is made.
+        flat: FSDP1 instead of FSDP2, see estimation/flat.py.
+        own_streams: FSDP's collectives allocate from streams of their own; else all is one stream's.
+        stash: inputs of blocks lie on the host until the backward, but for the newest so many; None: they do not.
+        whole_table_gradient: tensor-parallel ranks make the embedding's gradient of the whole vocabulary first.
         expandable: the allocator's expandable segments are on.
         gpu: kernels are those of a GPU, and NCCL keeps a message until the wait; gloo keeps it as long as its handle.
     """
@@ -39,9 +53,11 @@ class Profile:
     norm: Literal["fused", "composite", "python"] = "fused"
     rope: Literal["halves", "complex"] = "halves"
     kept_products: Literal["even", "odd"] = "even"
+    keeps_attention: bool = True
     early_stop: bool = True
-    loss: Literal["whole", "compiled", "chunked", "linear", "linear compiled"] = "whole"
+    loss: Literal["whole", "compiled", "chunked", "chunked compiled", "linear", "linear compiled"] = "whole"
     loss_chunks: int = 1
+    compiles_loss: Mapping[str, str] = field(default_factory=dict, hash=False)
     loss_copies: bool = False
     keeps_logits: Literal["no", "compute", "fp32"] = "no"
     groups: Literal["apart", "together"] = "apart"
@@ -52,6 +68,12 @@ class Profile:
     step_state: bool = True
     foreach_update: bool = False
     loss_parallel: bool = True
+    whole_table_gradient: bool = False
+    flat_pool: Literal["main", "reduce"] = "main"
+    updates_in_backward: bool = False
+    stash: int | None = None
+    flat: bool = False
+    own_streams: bool = True
     expandable: bool = True
     gpu: bool = True
 
@@ -72,15 +94,19 @@ _TITAN = "github.com/pytorch/torchtitan"
 # Early 2024: the model returned fp32 logits, the training loop held them; inputs of the first schedule of recompute.
 TITAN_2024_03 = Profile(
     "torchtitan 2024-03", f"{_TITAN}/tree/83c879f18: train.py, parallelisms/parallelize_llama.py", norm="python",
-    rope="complex", kept_products="odd", early_stop=False, keeps_logits="fp32", groups="together", step_state=False,
-    last_block_stays=True, foreach_update=True, expandable=False, loss_parallel=False,
+    rope="complex", kept_products="odd", keeps_logits="fp32", groups="together", step_state=False,
+    last_block_stays=True, foreach_update=True, expandable=False,
+    whole_table_gradient=True, flat_pool="reduce",
 )  # fmt: skip
 TITAN_2024_06 = replace(
     TITAN_2024_03, name="torchtitan 2024-06", source=f"{_TITAN}/tree/40f8fd007", norm="fused", foreach_update=False,
-    loss_parallel=True,
 )  # fmt: skip
 TITAN_2024_08 = replace(
-    TITAN_2024_06, name="torchtitan 2024-08", source=f"{_TITAN}/commit/e29b6b4d4", keeps_logits="no"
+    TITAN_2024_06,
+    name="torchtitan 2024-08",
+    source=f"{_TITAN}/commit/e29b6b4d4",
+    keeps_logits="no",
+    flat_pool="main",
 )
 # From here on run_llama_train.sh sets expandable segments.
 TITAN_2024_12 = replace(
@@ -92,9 +118,23 @@ TITAN_2025_06 = replace(
     TITAN_2024_12, name="torchtitan 2025-06",
     source=f"{_TITAN}/tree/e7c0cae: components/loss.py, llama3/infra/parallelize.py",
     norm="fused", groups="apart", last_block_stays=False,
+    compiles_loss={"whole": "compiled", "chunked": "compiled"},
 )  # fmt: skip
-# One device, everything in bf16, no FSDP.
+# Attention is cuDNN's, which the list of what recompute per operation keeps did not name before pull request 2095
+# (December 2025), and recomputation does not end early.
+TITAN_2025_11 = replace(
+    TITAN_2025_06, name="torchtitan 2025-11", early_stop=False, keeps_attention=False,
+    source=f"{_TITAN}/tree/d9bdfbb20: models/attention.py, distributed/activation_checkpoint.py",
+)  # fmt: skip
+TITAN_2025_12 = replace(TITAN_2025_11, name="torchtitan 2025-12", source=f"{_TITAN}/pull/2095", keeps_attention=True)
+# One device, everything in bf16, no FSDP. Compiling a loss in place does so for a chunked one alone (compile_loss).
 TORCHTUNE = Profile(
     "torchtune", "github.com/pytorch/torchtune: recipes/full_finetune_single_device.py, modules/attention.py",
     norm="python", rope="complex", weights="bf16", adam="bf16", step_state=False,
+    compiles_loss={"whole": "whole", "chunked": "chunked compiled"},
+)  # fmt: skip
+# Each block, and the rest together, wrapped by FSDP2 in bf16 without a policy of mixed precision.
+TORCHTUNE_FSDP2 = replace(
+    TORCHTUNE, name="torchtune FSDP2", groups="together",
+    source="github.com/pytorch/torchtune: recipes/full_finetune_distributed.py, training/_distributed.py: shard_model",
 )  # fmt: skip

@@ -4,6 +4,7 @@ Sizes are bytes, of one rank and one micro-batch. Letters: T tokens of this rank
 K = key heads x head size, F hidden units, V vocabulary, t = tensor-parallel degree, e bytes of a number in compute.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,6 +27,13 @@ class Op:
         weight, bias: bytes of the gradients of its weight and its bias.
         keep: recompute per operation keeps the output (and the extras).
         passes: the gradient of the output is that of every input, without a copy.
+        waits: the operation whose backward makes the gradient of this one's weight too; until then what it reads stays.
+        waits_again: the same in recompute per operation.
+        in_place: the gradient of the first input is written over that of the output.
+        gradient: bytes of the gradient of the output, where they are not those of the output.
+        held: bytes that a backward for inputs leaves for its weight, where they are not the gradient of the output.
+        custom: an autograd function in Python: the gradients of input and weight are made together, whichever is asked
+            for, and what it saves is noted when it has run.
         flops: floating-point operations of the forward; moved: bytes read and written, or sent by a collective.
     """
 
@@ -40,6 +48,12 @@ class Op:
     bias: int = 0
     keep: bool = False
     passes: bool = False
+    in_place: bool = False
+    waits: str = ""
+    waits_again: str = ""
+    gradient: int = 0
+    held: int = 0
+    custom: bool = False
     kind: Kind = "pointwise"
     flops: int = 0
     moved: int = 0
@@ -96,8 +110,12 @@ class Shape:
         return tokens * rows * self.number
 
 
-def block_program(shape: Shape) -> list[Op]:
-    """The operations of one transformer block in their order; input "x", output "out"."""
+def block_program(shape: Shape, cast: Callable[[list[Op]], list[Op]] = list) -> list[Op]:
+    """The operations of one transformer block in their order; input "x", output "out".
+
+    Args:
+        cast: puts products in float8.
+    """
     ops = [*_norm(shape, "n1", "x", shape.tokens // shape.tp, shape.model.dim, shape.model.dim)]
     source = _gather(shape, ops, "n1")
     ops += _attention(shape, source)
@@ -108,7 +126,8 @@ def block_program(shape: Shape) -> list[Op]:
     ops += _feed_forward(shape, source)
     last = _scatter(shape, ops, "w2")
     ops.append(Op("residual 2", ("h", last), ("out", shape.hidden), passes=True, moved=3 * shape.hidden))
-    return _keep_products(ops, shape) if not shape.compiled else _compiled(_keep_products(ops, shape))
+    ops = _keep_products(cast(ops), shape)
+    return _compiled(ops) if shape.compiled else ops
 
 
 def _product(shape: Shape, name: str, source: str, rows: int, columns: int, bias: bool = False) -> Op:
@@ -145,17 +164,24 @@ def _norm(shape: Shape, name: str, source: str, rows: int, width: int, weight: i
         saves, copies = [], (1, 3)
     saves += [key for key, _ in extra]
     temporary = (copies[0] * wide, copies[1] * wide)
-    gradient = weight * shape.number
-    return [Op(name, (source,), (name, size), tuple(saves), tuple(extra), temporary, wide, gradient, moved=5 * size)]
+    gradient, held = weight * shape.number, 0 if shape.number == 4 else wide
+    return [
+        Op(name, (source,), (name, size), tuple(saves), tuple(extra), temporary, wide, gradient, held=held,
+           moved=5 * size)
+    ]  # fmt: skip
 
 
 def _gather(shape: Shape, ops: list[Op], source: str) -> str:
-    """Tensor parallelism: all positions before the products that are cut by columns."""
+    """Tensor parallelism: all positions before the products that are cut by columns. A message has the ranks' parts one
+    after the other: sequences are copied to it, and from it where there are several."""
     if shape.tp == 1:
         return source
     name = f"{source} gathered"
     sent = shape.wide * (shape.tp - 1) // shape.tp
-    ops.append(Op(name, (source,), (name, shape.wide), kind="collective", moved=sent))
+    ops.append(
+        Op(name, (source,), (name, shape.wide), temporary=(shape.wide * (shape.rows > 1), shape.wide),
+           kind="collective", moved=sent)
+    )  # fmt: skip
     return name
 
 
@@ -165,7 +191,10 @@ def _scatter(shape: Shape, ops: list[Op], source: str) -> str:
         return source
     name = f"{source} scattered"
     sent = shape.wide * (shape.tp - 1) // shape.tp
-    ops.append(Op(name, (source,), (name, shape.hidden), keep=True, kind="collective", moved=sent))
+    ops.append(
+        Op(name, (source,), (name, shape.hidden), temporary=(shape.wide, shape.wide * (shape.rows > 1)), keep=True,
+           kind="collective", moved=sent)
+    )  # fmt: skip
     return name
 
 
@@ -205,10 +234,15 @@ def _attention(shape: Shape, source: str) -> list[Op]:
     ops.append(Op(
         "attention", ("q", k, v), ("attention", T * Q * e),
         ("q", k, v, "attention", "logsumexp", *(["mask"] if shape.mask else [])),
-        (("logsumexp", T * heads * 4),), _ring(shape, T * Q * e, T * K * e) if is_ring else (0, 0), keep=True,
-        kind="attention", flops=flops, moved=4 * T * Q * e, reads=("mask",) if shape.mask else (),
+        (("logsumexp", T * heads * 4),), _ring(shape, T * Q * e, T * K * e) if is_ring else (0, 0),
+        keep=shape.profile.keeps_attention, kind="attention", flops=flops, moved=4 * T * Q * e,
+        reads=("mask",) if shape.mask else (),
     ))  # fmt: skip
-    ops.append(_product(shape, "wo", "attention", Q, m.dim))
+    if is_ring:  # its result lies head by head
+        ops.append(
+            Op("attention rows", ("attention",), ("attention rows", T * Q * e), passes=True, moved=2 * T * Q * e)
+        )
+    ops.append(_product(shape, "wo", "attention rows" if is_ring else "attention", Q, m.dim))
     return ops
 
 
@@ -267,12 +301,11 @@ def _feed_forward(shape: Shape, source: str) -> list[Op]:
 def _keep_products(ops: list[Op], shape: Shape) -> list[Op]:
     """Mark what recompute per operation keeps: attention, reduce-scatters, and every second product.
 
-    A product with a bias is another operation (addmm), neither counted nor kept.
+    A product with a bias is another operation (addmm), neither counted nor kept; in float8 the bias is added after it.
     """
     wanted, count, marked = {"even": 0, "odd": 1}[shape.profile.kept_products], 0, []
     for op in ops:
-        biased = shape.model.qkv_bias and op.name in ("wq", "wk", "wv")
-        if op.kind == "product" and not biased:
+        if op.kind == "product" and (op.custom or not op.bias):
             count += 1
             op = _with(op, keep=count % 2 == wanted)
         marked.append(op)
@@ -280,23 +313,36 @@ def _keep_products(ops: list[Op], shape: Shape) -> list[Op]:
 
 
 def _compiled(ops: list[Op]) -> list[Op]:
-    """A compiled block: the partitioner keeps no result of a cheap operation, fused operations have no temporaries.
+    """A compiled block: what inductor's partitioner keeps (torch: min_cut_rematerialization_partition) and its buffers.
 
-    Kept are products, attention, and what products and attention read (torch: min_cut_rematerialization_partition).
-    Nothing is kept that no backward and no recomputation reads, whatever the policy says.
+    Fused operations have no temporaries. silu is a part of the gate, whose kernel writes one gradient over the one that
+    it reads, and computes the gate again in recompute per operation. One kernel at the end makes the gradients of both
+    norms' weights. Gathered keys and values are kept beside the heads that repeat them, as all results of collectives
+    are. Nothing is kept that no backward and no recomputation reads, whatever the policy says.
     """
-    recomputed = {"silu"}  # from w1, in the kernel that multiplies
     unread = {"out"}
     for op in reversed(ops):
         readers = [other for other in ops if op.output[0] in (*other.inputs, *other.saves)]
         if all(op.output[0] not in other.saves and other.output[0] in unread for other in readers):
             unread.add(op.output[0])
-    ops = [_with(op, keep=op.keep and op.output[0] not in unread) for op in ops]
-    return [
-        _with(op, temporary=(0, 0), saves=tuple(s if s not in recomputed else "w1" for s in op.saves))
-        if op.kind == "pointwise" else op
-        for op in ops
-    ]  # fmt: skip
+    found = []
+    for op in ops:
+        op = _with(op, keep=op.keep and op.output[0] not in unread)
+        if op.name == "silu":
+            continue
+        if op.name == "gate":
+            op = _with(op, inputs=("w1", "w3"), saves=("w1", "w3"), in_place=True)
+        if op.kind == "pointwise":
+            op = _with(op, temporary=(0, 0), waits="n1" if op.name == "n2" else "")
+        if op.name == "w2":
+            op = _with(op, waits_again="gate")
+        if op.name in ("k everywhere", "v everywhere") and op.temporary[0]:
+            once = f"{op.name} once"
+            found.append(_with(op, name=once, output=(once, op.temporary[0]), temporary=(0, 0), keep=True))
+            moved = op.temporary[0] + op.output[1]
+            op = _with(op, inputs=(once,), saves=(once,), temporary=(0, 0), kind="pointwise", moved=moved)
+        found.append(op)
+    return found
 
 
 def _with(op: Op, **changes: Any) -> Op:

@@ -24,7 +24,8 @@ def lightest_recompute(config: Config, world_size: int, device: Device) -> tuple
         if wrong := problems(found, world_size):
             refused += wrong
             continue
-        fits, sentence = verdict(sum(worst_rank(memory_of(job_of(found, world_size))).peak.pools), device)
+        job = job_of(found, world_size)
+        fits, sentence = verdict(sum(worst_rank(memory_of(job)).peak.pools), device, job.communicators)
         last = found, sentence
         if fits:
             break

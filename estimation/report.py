@@ -88,12 +88,13 @@ def time_lines(step: StepTime) -> list[str]:
     return lines + [f"  {name:<26} {seconds:>8.3f} s" for name, seconds in parts if seconds > step.seconds / 1000]
 
 
-def verdict(reserved: int, device: Device) -> tuple[bool, str]:
+def verdict(reserved: int, device: Device, communicators: int) -> tuple[bool, str]:
     """Whether the worst rank fits, and the sentence that says so."""
-    needed = reserved / GIB + device.outside_gib
+    outside = device.outside(communicators)
+    needed = reserved / GIB + outside
     margin = device.memory_gib - needed
     numbers = (
-        f"{gib(reserved)} GiB reserved + {device.outside_gib:.2f} GiB outside the allocator = {needed:.2f} of "
+        f"{gib(reserved)} GiB reserved + {outside:.2f} GiB outside the allocator = {needed:.2f} of "
         f"{device.memory_gib:.2f} GiB on {device.name}"
     )
     if margin >= 0:

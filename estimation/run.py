@@ -4,7 +4,8 @@ Between them lies what the schedule itself holds: weights asked for ahead, messa
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 
 from estimation.job import Job
 from estimation.schedules import Action, gathered_stages
@@ -24,7 +25,7 @@ class Run:
         begun: weights that always stay are there.
         whole: all weights are, after a forward or a backward that has not freed them.
         asked: weights are on their way.
-        sums: there are sums of whole gradients.
+        sums: there are sums of whole gradients; early: of the blocks (see GroupMemory.adds_early).
         waiting: there are whole gradients that no hook of FSDP2 has seen.
     """
 
@@ -37,103 +38,114 @@ class Run:
         self.whole: set[int] = set()
         self.asked: set[int] = set()
         self.sums: set[int] = set()
+        self.early: set[int] = set()
         self.waiting: set[int] = set()
         self._left = Counter(action.stage for action in actions if action.kind in "BW")
-        self._sent = 0  # messages that nobody but the schedule holds
+        self._sent = self._newest = 0  # messages that nobody but the schedule holds
+        self._found: list[Segment] = []
+        self._add = self._found.append
         self._hidden = job.shape.hidden
-        sizes = (-self._hidden, self._hidden)
-        self._receive = [Segment.of([Event("receive buffers", 0, size, COMMUNICATION)], "messages") for size in sizes]
+        self._receive = [messages("receive buffers", self._hidden, count) for count in (-1, 1)]
 
-    def segments(self) -> Iterator[Segment]:
+    def segments(self) -> list[Segment]:
         """In order, reductions of gradients included."""
+        self._found.clear()
+        self._add(messages("gradients of buffers", self._hidden, -left_gradients(self.actions, self.stages)))
         is_looped = self.job.schedule == "looped" and self.job.wrapped
         changes = gathered_stages(self.actions) if is_looped else [([], [])] * len(self.actions)
-        for (kind, number, _), (evicted, fetched) in zip(self.actions, changes, strict=True):
-            yield from self._prepare(number, evicted, fetched)
+        for action, (evicted, fetched) in zip(self.actions, changes, strict=True):
+            kind, number, _ = action
+            if evicted or fetched or number in self.asked:
+                self._prepare(number, evicted, fetched)
             if kind == "F":
-                yield from self._forward(number)
+                self._forward(number)
             elif kind == "I":
-                yield from self._inputs(number)
+                self._inputs(number)
+                self._add(messages("gradients of buffers", self._hidden, left_gradients([action], self.stages)))
             elif kind == "W" and number > 0:  # the first stage has no gradient of its input to begin with
-                yield from self._weights(number)
+                self._weights(number)
             else:
-                yield from self._backward(number)
-            yield from self._messages(kind, number)
+                self._backward(number)
+            self._messages(kind, number)
             if kind in "BW":
                 self._left[number] -= 1
             if self.job.pp > 1 and kind in "BW" and not self._left[number]:
                 if self.job.schedule == "GPipe" and self.job.profile.gpu:
-                    yield self._drop_messages()
-                yield from self._reduce(number)
-        yield self._drop_messages()
+                    self._drop_messages(but=self._newest)
+                self._reduce(number)
+        self._drop_messages()
+        return self._found
 
-    def _prepare(self, number: int, evicted: list[int], fetched: list[int]) -> Iterator[Segment]:
+    def _prepare(self, number: int, evicted: list[int], fetched: list[int]) -> None:
         for stage in evicted:
             if stage in self.begun:  # the reduction of gradients gives weights back too
-                yield self.stages[stage].release(whole=stage in self.whole)
+                self._add(self.stages[stage].release(whole=stage in self.whole))
             self._forget(stage)
         for stage in fetched:
-            yield self.stages[stage].unshard()
+            self._add(self.stages[stage].unshard())
         self.asked.update(fetched)
         if number in self.asked:
-            yield self.stages[number].wait()
+            self._add(self.stages[number].wait())
             self.asked.remove(number)
             self.begun.add(number)
             self.whole.add(number)
 
-    def _forward(self, number: int) -> Iterator[Segment]:
-        yield self.stages[number].forward(gathers=number not in self.whole, first=number not in self.begun)
+    def _forward(self, number: int) -> None:
+        self._add(self.stages[number].forward(gathers=number not in self.whole, first=number not in self.begun))
         self.begun.add(number)
         if self.job.pp > 1 and not self.job.reshard:
             self.whole.add(number)
         else:
             self.whole.discard(number)
 
-    def _inputs(self, number: int) -> Iterator[Segment]:
+    def _inputs(self, number: int) -> None:
         if number == 0:
             return
         if number in self.waiting and self.job.wrapped:  # the hooks of FSDP2 run with it, and find them
-            yield self.stages[number].accumulation(first=number not in self.sums)
+            self._add(self.stages[number].accumulation(first=number not in self.sums))
             self.waiting.remove(number)
             self.sums.add(number)
-        yield self.stages[number].inputs_backward()
+        self._add(self.stages[number].inputs_backward())
 
-    def _weights(self, number: int) -> Iterator[Segment]:
+    def _weights(self, number: int) -> None:
         found = self.waiting if self.job.wrapped else self.sums
-        yield self.stages[number].weights_backward(adds=number in found or not (self.job.wrapped or self.fresh))
+        adds = number in found or not (self.job.wrapped or self.fresh)
+        self._add(self.stages[number].weights_backward(adds=adds, first=number not in self.sums | self.early))
         found.add(number)
+        if self.stages[number].adds_early:
+            self.early.add(number)
 
-    def _backward(self, number: int) -> Iterator[Segment]:
-        yield self.stages[number].backward(
-            first=number not in self.sums, fresh=self.fresh, reduces=self.reduces, gathers=number not in self.whole
-        )
+    def _backward(self, number: int) -> None:
+        is_first, gathers = number not in self.sums | self.early, number not in self.whole
+        self._add(self.stages[number].backward(first=is_first, fresh=self.fresh, reduces=self.reduces, gathers=gathers))
         if self.job.pp > 1:  # torch's stages free weights only with the reduction
             self.whole.add(number)
         if number in self.waiting:
-            yield self.stages[number].accumulation(first=False)
+            self._add(self.stages[number].accumulation(first=number in self.early and number not in self.sums))
             self.waiting.remove(number)
         self.sums.add(number)
 
-    def _reduce(self, number: int) -> Iterator[Segment]:
+    def _reduce(self, number: int) -> None:
         if number in self.waiting:
-            yield self.stages[number].accumulation(first=number not in self.sums)
-        yield self.stages[number].reduction(fresh=self.fresh)
+            self._add(self.stages[number].accumulation(first=number not in self.sums))
+        self._add(self.stages[number].reduction(fresh=self.fresh))
         self._forget(number)
 
     def _forget(self, number: int) -> None:
         self.whole.discard(number)
         self.begun.discard(number)
 
-    def _messages(self, kind: str, number: int) -> Iterator[Segment]:
-        """What has been sent stays until the schedule waits for it: at its end, but in GPipe before the first backward
-        (on a GPU), and in 1F1B with the next of its kind. A neighbour on the same rank gets no message: the result
-        itself takes the place of the buffer for it."""
+    def _messages(self, kind: str, number: int) -> None:
+        """What has been sent stays until the schedule waits for it: at its end, but in GPipe (on a GPU) before the
+        first backward and before the reduction, all but the last; and in 1F1B with the next of its kind. A neighbour on
+        the same rank gets no message: the result itself takes the place of the buffer for it."""
         if kind != "I" and number + 1 in self.stages:
-            yield self._receive[kind != "F"]
+            self._add(self._receive[kind != "F"])
         count = 0 if kind == "F" or self.job.pp == 1 else self._new_messages(kind, number)
         self._sent += count
+        self._newest = count
         if count:
-            yield self._messages_segment(count)
+            self._add(messages("messages", self._hidden, count))
 
     def _new_messages(self, kind: str, number: int) -> int:
         schedule = self.job.schedule
@@ -142,15 +154,23 @@ class Run:
         if schedule == "1F1B":
             is_first, is_last = not self._sent, self._left[number] == 1
             has_sent_gradient, has_sent_result = has_sent_gradient and is_first, has_sent_result and is_last
-        if schedule == "GPipe" and self.job.profile.gpu:
-            has_sent_result = False
+        if schedule == "GPipe" and self.job.profile.gpu:  # its loop's variable holds the last
+            has_sent_result = has_sent_result and self._left[number] == 1
         return has_sent_gradient + has_sent_result
 
-    def _messages_segment(self, count: int) -> Segment:
-        """`count` more, or fewer, of them."""
-        sign = 1 if count > 0 else -1
-        return Segment.of([Event("messages", 0, sign * self._hidden, COMMUNICATION)] * abs(count), "messages")
+    def _drop_messages(self, but: int = 0) -> None:
+        self._add(messages("messages", self._hidden, but - self._sent))
+        self._sent = but
 
-    def _drop_messages(self) -> Segment:
-        count, self._sent = self._sent, 0
-        return self._messages_segment(-count)
+
+def left_gradients(actions: Iterable[Action], stages: Collection[int]) -> int:
+    """A backward for inputs leaves the gradient of a receive buffer there, until the schedule runs again (torch:
+    stage_backward_input, clear_runtime_states)."""
+    return sum(kind == "I" and stage > 0 and stage - 1 not in stages for kind, stage, _ in actions)
+
+
+@lru_cache(maxsize=256)
+def messages(name: str, size: int, count: int) -> Segment:
+    """`count` more, or fewer, of so many bytes."""
+    sign = 1 if count > 0 else -1
+    return Segment.of([Event(name, 0, sign * size, COMMUNICATION)] * abs(count), "messages")

@@ -63,7 +63,7 @@ def search(base: Config, gpus: int, device: Device, sequences: int) -> Result:
         ConfigError: nothing is valid, or nothing fits.
     """
     result = Result()
-    capacity = int((device.memory_gib - device.outside_gib) * GIB)
+    capacity = _capacity(device, 1)
     bounded = sorted(_groups(base, gpus, device, sequences, capacity, result), key=lambda item: item[0])
     for bound, group in bounded:
         if bound >= _limit(result):
@@ -73,23 +73,28 @@ def search(base: Config, gpus: int, device: Device, sequences: int) -> Result:
                 continue
             job = job_of(config, gpus)
             if least_bytes(job, _in_flight(job)) <= capacity:
-                _predict(config, job, device, capacity, result)
+                _predict(config, job, device, result)
     if not result.best:
         raise ConfigError(_nothing(base, gpus, device, sequences, result))
     return result
+
+
+def _capacity(device: Device, communicators: int) -> int:
+    """Bytes for the allocator."""
+    return int((device.memory_gib - device.outside(communicators)) * GIB)
 
 
 def _limit(result: Result) -> float:
     return result.best[-1].seconds if len(result.best) >= KEPT else float("inf")
 
 
-def _predict(config: Config, job: Job, device: Device, capacity: int, result: Result) -> None:
+def _predict(config: Config, job: Job, device: Device, result: Result) -> None:
     result.timed += 1
     step = step_time(job, device, way_of(config))
     if step.seconds >= _limit(result):
         return
     result.predicted += 1
-    ranks = memory_of(job)
+    ranks, capacity = memory_of(job), _capacity(device, job.communicators)
     if all(sum(rank.peak.pools) <= capacity for rank in ranks):  # the first that does not fit ends it
         insort(result.best, Found(step.seconds, config, step, ranks))
         del result.best[KEPT:]

@@ -1,8 +1,10 @@
 """One pipeline stage (or the whole model): its forward and its backward of a micro-batch as segments of allocations."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from estimation.float8 import cast_products
 from estimation.groups import Group
 from estimation.job import Job
 from estimation.loss import (
@@ -18,13 +20,23 @@ from estimation.tape import Event, Mode, Segment, backward, forward, inputs_back
 from estimation.types import BACKWARD, COMMUNICATION, FORWARD, LOSS
 from estimation.wrapped import GroupMemory, event_of
 
+_TIED = "gradient of the tied table"  # waits for both its parts
+
+
+@dataclass
+class Blocks:
+    """What all stages of a job share: segments of blocks, and the operations that they follow from."""
+
+    segments: dict[tuple[object, ...], Segment] = field(default_factory=dict)
+    programs: dict[object, list[Op]] = field(default_factory=dict)
+
 
 class StageMemory(GroupMemory):
     """Builds segments; those that are equal are built once."""
 
-    def __init__(self, job: Job, number: int, blocks: dict[tuple[object, ...], Segment]) -> None:
+    def __init__(self, job: Job, number: int, blocks: Blocks) -> None:
         super().__init__(job, number)
-        self._blocks = blocks  # those of blocks, which all stages of the job share
+        self._blocks, self._programs = blocks.segments, blocks.programs
 
     @property
     def receive_buffers(self) -> int:
@@ -67,26 +79,30 @@ class StageMemory(GroupMemory):
             yield Segment.of(linear_inputs_backward(self._loss_backward()), "loss")
         else:
             yield Segment.of([event_of("dx", hidden, BACKWARD), event_of("receive buffers", -hidden, COMMUNICATION)])
-        for name, _ in self._units()[::-1]:
-            events = inputs_backward(self._head if name == "head" else self._block, hidden)
+        for name, layer in self._units()[::-1]:
+            events = inputs_backward(self._ops(layer), hidden)
             yield Segment.of([self._head_result(event) for event in events] if name == "head" else events, name)
         yield Segment.of([event_of("dx", -hidden, BACKWARD)], "end")
 
-    def weights_backward(self, *, adds: bool) -> Segment:
-        """The other half. No hook of FSDP2 runs: gradients stay as they are, or are added (`adds`)."""
-        if ("weights", adds) not in self._segments:
-            self._segments["weights", adds] = Segment.join(self._weights_backward(adds), "backward")
-        return self._segments["weights", adds]
+    def weights_backward(self, *, adds: bool, first: bool) -> Segment:
+        """The other half. Gradients stay as they are, or are added to those that are there (`adds`), unless hooks of
+        FSDP2 run; `first`: those find no sums yet."""
+        key = ("weights", adds, first)
+        if key not in self._segments:
+            self._segments[key] = Segment.join(self._weights_backward(adds, first), "backward")
+        return self._segments[key]
 
-    def _weights_backward(self, adds: bool) -> Iterator[Segment]:
+    def _weights_backward(self, adds: bool, first: bool) -> Iterator[Segment]:
         shape, rest = self.shape, []
-        for name, _ in self._units():
-            ops = self._head if name == "head" else self._block
-            events, left = weights_backward(ops, shape.hidden, self._gradient_term, adds=adds)
+        for name, layer in self._units():
+            is_added = adds and not (self.adds_early and layer is not None)
+            events, left = weights_backward(self._ops(layer), shape.hidden, self._gradient_term, adds=is_added)
             rest += left
             yield Segment.of([self._head_result(event) for event in events] if name == "head" else events, name)
         if self.is_last:
             yield Segment.of(linear_weights_backward(self._loss_backward(), adds), "loss")
+        if self.adds_early:
+            yield self.accumulation(first=first, early=True)
         end = [*rest, Event("rope tables", 0, -shape.tokens * shape.model.head_dim * 4, "activations")]
         end += [*self._free_mask(), *self._return_input()]
         if not self.is_last:
@@ -118,15 +134,17 @@ class StageMemory(GroupMemory):
             is_group = name in self.groups
             gathers = first if self._keeps(name, layer) else gathers_all
             is_input = layer == self.layers[0] and not self.is_first and not self._input_moves
-            place = (previous and previous.name, is_input)
-            key = ("forward", name, self._mode(layer), gathers, place, self._keeps(name, layer))
-            known = self._blocks if name == "block" else self._segments
+            root = (self.is_first, self.is_last) if previous and previous.name == "root" else None  # of this stage
+            place = (previous and previous.name, is_input, root)
+            key = ("forward", name, self._kind(layer), gathers, place, self._keeps(name, layer))
+            known = self._segments if layer is None else self._blocks
             if key not in known:
                 events = self._gather(name, previous) if is_group and gathers else []
                 events += self._unit_forward(name, layer, is_input=is_input)
                 events += self._reshard(name) if is_group and not self._keeps(name, layer) else []
                 known[key] = Segment.of(events, name)
             parts.append(known[key])
+            parts += self._offload(layer, -1)
             if is_group and gathers:
                 previous = self.groups[name][0]
         gone = [] if self._mask_stays else [Event("document mask", 0, -shape.mask * (shape.cp > 1), "activations")]
@@ -136,6 +154,14 @@ class StageMemory(GroupMemory):
         if shape.profile.is_linear:  # inside the decoder's forward
             return [*parts, Segment.of(linear_forward(shape), "loss"), end]
         return [*parts, end, Segment.of(loss_forward(shape, self.job.pp > 1), "loss")]
+
+    def _offload(self, layer: int | None, sign: int) -> list[Segment]:
+        """Once a block has run, the oldest input of a block that is still here goes to the host; it comes back."""
+        stash = self.shape.profile.stash
+        offset = -1 if layer is None else self.layers.index(layer) if sign < 0 else len(self.layers) - 1 - layer
+        if stash is None or offset < stash:
+            return []
+        return [Segment.of([event_of("x", sign * self.shape.hidden, "activations")], "offloading")]
 
     @property
     def _mask_stays(self) -> bool:
@@ -158,24 +184,37 @@ class StageMemory(GroupMemory):
         return "output" if is_own else "tok_embeddings"
 
     def _units(self) -> list[tuple[str, int | None]]:
-        blocks: list[tuple[str, int | None]] = [("block", layer) for layer in self.layers]
+        names = self._names
+        blocks: list[tuple[str, int | None]] = [(names[self._weights_of(layer)], layer) for layer in self.layers]
         return [*([("embedding", None)] if self.is_first else []), *blocks, *([("head", None)] if self.is_last else [])]
 
     def _mode(self, layer: int | None) -> Mode:
         return "none" if layer is None else self.job.mode_of(layer)
 
-    @cached_property
-    def _block(self) -> list[Op]:
-        return block_program(self.shape)
+    def _kind(self, layer: int | None) -> tuple[Mode, frozenset[str]]:
+        """Layers of a kind have the same segments."""
+        return self._mode(layer), frozenset() if layer is None else self.job.products_of(layer)
 
-    @cached_property
+    def _ops(self, layer: int | None) -> list[Op]:
+        """Of a block, or of what ends in the head."""
+        key = "head" if layer is None else self.job.products_of(layer)
+        if key not in self._programs:
+            self._programs[key] = self._head() if layer is None else self._block(self.job.products_of(layer))
+        return self._programs[key]
+
+    def _block(self, float8: frozenset[str]) -> list[Op]:
+        casts = self.job.float8
+        if casts is None or not float8:
+            return block_program(self.shape)
+        return block_program(self.shape, lambda ops: cast_products(ops, self.shape, casts, float8))
+
     def _head(self) -> list[Op]:
         return last_norm_program(self.shape) if self.shape.profile.is_linear else head_program(self.shape)
 
     @cached_property
     def _input_moves(self) -> bool:
         """The first block keeps the stage's input: it is an activation until it is freed, then a buffer again."""
-        return not self.is_first and "x" in kept(self._block, self._mode(self.layers[0]))
+        return not self.is_first and "x" in kept(self._ops(self.layers[0]), self._mode(self.layers[0]))
 
     def _return_input(self) -> list[Event]:
         return [event_of("receive buffers", self.shape.hidden, COMMUNICATION)] if self._input_moves else []
@@ -187,8 +226,7 @@ class StageMemory(GroupMemory):
             events = [event_of("partial embedding", partial, FORWARD)] if partial else []
             events.append(event_of("x", shape.hidden, "activations"))
             return events + ([event_of("partial embedding", -partial, FORWARD)] if partial else [])
-        ops = self._block if name == "block" else self._head
-        mode = self._mode(layer)
+        ops, mode = self._ops(layer), self._mode(layer)
         events = forward(ops, shape.hidden, kept(ops, mode), "activations")
         if is_input:  # its buffer stays
             events = [event for event in events if not (event.name == "x" and event.offset == 0 and event.size < 0)]
@@ -204,7 +242,7 @@ class StageMemory(GroupMemory):
         # The gradient of the loss reaches the head first, if the head has made the loss: it asks for the last block.
         is_early = self.is_last and shape.profile.is_linear and sharded[1] and job.fsdp > 1
         if self.is_last:
-            early = self._all_gather(self.groups["block"][0]) if is_early else []
+            early = self._all_gather(self.groups[units[1][0]][0]) if is_early else []
             made = self._loss_backward()
             made = _added(made) if self._adds_at_once(first, fresh) else made
             parts.append(Segment.of([*early, *made], "loss"))
@@ -220,26 +258,26 @@ class StageMemory(GroupMemory):
             is_asked = index == 0 and is_early
             ahead = units[index + 1][0] if index + 1 < len(units) and sharded[index + 1] and not is_asked else None
             place = (index > 0, sharded[index], ahead, before and before.name)
-            key = ("backward", name, self._mode(layer), first, fresh, reduces, place)
-            finish: list[Event] = []
+            key = ("backward", name, self._kind(layer), first, fresh, reduces, place)
             if is_group:
-                finish, pending = self._finish(name, first, fresh, reduces, before)
-            known = self._blocks if name == "block" else self._segments
+                pending = self._after(name, reduces)
+            known = self._segments if layer is None else self._blocks
             if key not in known:
                 # All but the first unit find their weights on the way: the unit before has asked for them.
                 events = self._gather(name, None, is_here=index > 0, is_forward=False) if sharded[index] else []
                 events += self._all_gather(self.groups[ahead][0]) if ahead and job.fsdp > 1 else []
-                made = self._unit_backward(name, layer, is_whole=not self._reduces_alone(first, fresh, reduces))
+                made = self._unit_backward(name, layer)
                 events += _added(made) if self._adds_at_once(first, fresh) else made
-                known[key] = Segment.of([*events, *finish], name)
-            parts.append(known[key])
+                events += self._finish(name, first, fresh, reduces, before) if is_group else []
+                known[key] = Segment.of(events, name)
+            parts += [*self._offload(layer, 1), known[key]]
         end = [Event("rope tables", 0, -shape.tokens * shape.model.head_dim * 4, "activations"), *self._free_mask()]
         if "root" in self.groups:
-            finish, pending = self._finish("root", first, fresh, reduces, pending)
-            end = finish + end
+            end = self._finish("root", first, fresh, reduces, pending) + end
+            pending = self._after("root", reduces)
         end += self._free_flat(pending)
         if job.wrapped and job.pp == 1 and reduces:
-            end += self._free_reduced()
+            end += self._free_reduced(fresh or not self._reduces_alone(first, fresh, reduces))
         if not self.is_first:
             end += [event_of("dx", -shape.hidden, BACKWARD), *self._return_input()]
         if not self.is_last:
@@ -252,40 +290,45 @@ class StageMemory(GroupMemory):
         parts.append(Segment.of(end, "end"))
         return parts
 
-    def _unit_backward(self, name: str, layer: int | None, *, is_whole: bool) -> list[Event]:
+    def _unit_backward(self, name: str, layer: int | None) -> list[Event]:
         shape = self.shape
         term = self._gradient_term
         if name == "embedding":
-            if self.job.tp > 1:
-                return [*self._table_backward(is_whole), event_of("dx", -shape.hidden, BACKWARD)]
-            table = self._own_table * self.job.number
-            if not shape.model.tie_embeddings or not self.is_last:
-                events = [event_of("gradient of tok_embeddings", table, term)]
-            else:  # the head has made one already: the sum is written into it
-                events = [event_of("second gradient", size, term) for size in (table, -table)]
-            return [*events, event_of("dx", -shape.hidden, BACKWARD)]
-        ops = self._block if name == "block" else self._head
-        mode = self._mode(layer)
-        events = backward(ops, shape.hidden, mode, early_stop=self.job.profile.early_stop, gradient_term=term)
-        if name == "block":
+            return [*self._table_backward(), event_of("dx", -shape.hidden, BACKWARD)]
+        mode, early_stop = self._mode(layer), self.job.profile.early_stop
+        events = backward(self._ops(layer), shape.hidden, mode, early_stop=early_stop, gradient_term=term)
+        if layer is not None:
             return events
-        names = {"gradient of out": f"gradient of {self._head_table}"}
-        return [self._head_result(event._replace(name=names.get(event.name, event.name))) for event in events]
+        profile, name = shape.profile, f"gradient of {self._head_table}"
+        if profile.updates_in_backward and shape.model.tie_embeddings:
+            name = _TIED
+        found = [
+            self._head_result(event._replace(name=name) if event.name == "gradient of out" else event)
+            for event in events
+        ]
+        if profile.loss != "chunked compiled":
+            return found
+        second = [event_of("second gradient", sign * self._own_table * self.job.number, term) for sign in (1, -1)]
+        at = next(index for index, event in enumerate(found) if event.name == name)
+        return [*found[: at + 1], *second, *found[at + 1 :]]  # that of the next piece, before it is added
 
-    def _table_backward(self, is_whole: bool) -> list[Event]:
-        """Tensor-parallel ranks: DTensor makes the gradient of the whole vocabulary on each; a reduction copies the
-        rank's rows, until then it stays whole (`is_whole`)."""
+    def _table_backward(self) -> list[Event]:
         shape, term = self.shape, self._gradient_term
+        own = self._own_table * self.job.number
+        if shape.model.tie_embeddings and self.is_last:  # the head has made one already: the sum is written into it
+            events = [event_of("second gradient", size, term) for size in (own, -own)]
+            events += [event_of(_TIED, -own, term)] if shape.profile.updates_in_backward else []
+        else:
+            events = [event_of("gradient of tok_embeddings", own, term)]
+        if self.job.tp == 1:
+            return events
         gathered = event_of("gathered gradient", shape.wide, COMMUNICATION)
-        size, own = shape.model.vocab_size * shape.model.dim * self.job.number, self._own_table * self.job.number
-        end = gathered._replace(size=-shape.wide)
-        is_tied = shape.model.tie_embeddings and self.is_last
-        if is_whole and not is_tied:
-            return [gathered, event_of("gradient of tok_embeddings", size, term), end]
-        name = "second gradient" if is_tied else "gradient of tok_embeddings"
-        whole = event_of("gradient of the whole table", size, term)
-        rows = [event_of(name, own, term), *([event_of(name, -own, term)] if is_tied else [])]
-        return [gathered, whole, *rows, whole._replace(size=-size), end]
+        if shape.profile.whole_table_gradient:
+            size = shape.model.vocab_size * shape.model.dim * self.job.number
+            whole = event_of("gradient of the whole table", size, term)
+            return [gathered, whole, *events, whole._replace(size=-whole.size), gathered._replace(size=-shape.wide)]
+        masked = event_of("masked gradient", shape.wide, BACKWARD)  # without the tokens of other ranks
+        return [gathered, masked, gathered._replace(size=-shape.wide), *events, masked._replace(size=-shape.wide)]
 
     def _head_result(self, event: Event) -> Event:
         """The last unit's result is what the loss is made of."""

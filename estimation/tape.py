@@ -100,6 +100,11 @@ def sizes_of(ops: Sequence[Op]) -> dict[str, int]:
     return {name: size for op in ops for name, size in (op.output, *op.extra)}
 
 
+def gradients_of(ops: Sequence[Op], x_size: int) -> dict[str, int]:
+    """Bytes of the gradient of every tensor that has one."""
+    return {"x": x_size, **{op.output[0]: op.gradient or op.output[1] for op in ops}}
+
+
 def kept(ops: Sequence[Op], mode: Mode) -> set[str]:
     """The tensors of a forward that wait for the backward."""
     if mode == "none":
@@ -141,6 +146,9 @@ def forward(
         for name in (*op.inputs, *op.reads):
             if last_use[name] == index and name not in keep:
                 add(name, -1)
+        unread = op.output[0] not in (*last_use, *keep, *made, "out")
+        if unread:  # by the part of a forward that is run again
+            add(op.output[0], -1)
     return events
 
 
@@ -158,7 +166,10 @@ def recomputation(ops: Sequence[Op], early_stop: bool) -> Sequence[Op]:
     if not early_stop:
         return [op for op in ops if op.output[0] != "out"]
     needed = {name for op in ops for name in op.saves}
-    last = max(i for i, op in enumerate(ops) if op.output[0] in needed or any(name in needed for name, _ in op.extra))
+    last = max(
+        i for i, op in enumerate(ops)
+        if op.custom or op.output[0] in needed or any(name in needed for name, _ in op.extra)
+    )  # fmt: skip
     return ops[: last + 1]
 
 
@@ -169,7 +180,7 @@ def backward(
 
     The gradient of the output is there as ("dx", +1) and is freed; that of "x" is left as ("dx", 0).
     """
-    sizes = {"x": x_size, **sizes_of(ops)}
+    sizes, gradients = {"x": x_size, **sizes_of(ops)}, gradients_of(ops, x_size)
     needed = {name for op in ops for name in op.saves}
     stored = kept(ops, mode)
     events: list[Event] = []
@@ -179,6 +190,9 @@ def backward(
         events += forward(again, x_size, needed | {"x"}, "recompute", made=made, prefix="again ")
         dropped = {name for op in again for name in op.inputs} - needed
     left = Counter(name for op in ops for name in op.saves)
+    late = {op.output[0] for op in ops if op.waits}
+    waiting: dict[str, list[Op]] = {}
+    parts: list[str] = []
     storage: dict[str, str] = {}  # whose gradient lies where: an operation that passes it on shares one
     holders: Counter[str] = Counter()
 
@@ -191,7 +205,7 @@ def backward(
         holders[at] -= 1
         if not holders[at]:
             offset = 1 if at == "out" else 0
-            events.append(Event("dx" if at in ("out", "x") else f"d {at}", offset, -sizes[at], "backward"))
+            events.append(Event("dx" if at in ("out", "x") else f"d {at}", offset, -gradients[at], "backward"))
 
     def free_saved(name: str) -> None:
         left[name] -= 1
@@ -212,16 +226,18 @@ def backward(
         if op.temporary[1]:
             events += _at_work(op, 1, 1)
         for name in op.inputs:
-            if op.passes:
+            if op.passes or (op.in_place and name == op.inputs[0]):
                 if name not in storage:
                     claim(name, storage[op.output[0]])
                 continue
-            events.append(Event("dx" if name == "x" else f"d {name}", 0, sizes[name], "backward"))
+            events.append(Event("dx" if name == "x" else f"d {name}", 0, gradients[name], "backward"))
             if name in storage and storage[name] != name:  # added to a gradient that came from elsewhere
                 release(name)
                 claim(name, name)
+            elif name in late and name in storage:  # two parts that are added where they are read
+                parts.append(name)
             elif name in storage:
-                events.append(Event("dx" if name == "x" else f"d {name}", 0, -sizes[name], "backward"))
+                events.append(Event("dx" if name == "x" else f"d {name}", 0, -gradients[name], "backward"))
             else:
                 claim(name, name)
         if op.weight:
@@ -230,9 +246,13 @@ def backward(
             events.append(Event(f"gradient of {op.name}.bias", 0, op.bias, gradient_term))
         if op.temporary[1]:
             events += _at_work(op, 1, -1)
-        release(op.output[0])
-        for name in op.saves:
-            free_saved(name)
+        until = op.waits or (op.waits_again if mode == "op" else "")
+        waiting.setdefault(until or op.name, []).insert(0, op)
+        for done in () if until else waiting.pop(op.name):
+            release(done.output[0])
+            events += [Event(f"d {name}", 0, -gradients[name], "backward") for name in parts if name == done.output[0]]
+            for name in done.saves:
+                free_saved(name)
     if mode != "none":
         events.append(Event("x", 0, -sizes["x"], "activations"))
         for name in stored - needed - {"x"} - dropped:  # kept by the policy, but read by nobody
@@ -246,7 +266,7 @@ def inputs_backward(ops: Sequence[Op], x_size: int) -> list[Event]:
     All that was saved stays, and so do the gradients that the weights' half starts from: those of the results of
     operations with a weight. Gradients meet in a new tensor where somebody still holds the first.
     """
-    sizes = {"x": x_size, **sizes_of(ops)}
+    sizes = gradients_of(ops, x_size)
     events: list[Event] = []
     storage = {"out": "out"}
     holders: Counter[str] = Counter({"out": 1})
@@ -274,9 +294,13 @@ def inputs_backward(ops: Sequence[Op], x_size: int) -> list[Event]:
                 holders[at] -= 1
             storage[name] = name
             holders[name] = 1
+        if op.custom:
+            events += [Event(f"gradient of {op.name}", 0, sign * op.weight, "backward") for sign in (1, -1)]
         if op.temporary[1]:
             events += _at_work(op, 1, -1)
-        if not op.weight:
+        if op.held:
+            events.append(Event(f"d {op.name}", 0, op.held, "backward"))
+        if op.held or not op.weight:
             at = storage[op.output[0]]
             holders[at] -= 1
             if not holders[at]:
@@ -294,7 +318,7 @@ def held_gradients(ops: Sequence[Op]) -> dict[str, str]:
     at = {"out": "out"}
     for op in reversed(ops):
         for name in op.inputs:
-            at[name] = at[op.output[0]] if op.passes and name not in at else name
+            at[name] = name if not op.passes else at.get(name, at[op.output[0]])
     return {op.output[0]: at[op.output[0]] for op in ops if op.weight}
 
 
@@ -310,17 +334,22 @@ def weights_backward(
         What happens block by block, and what stays until the last node of the stage has gone: an operation with a
         weight gives up what it saved, all others are still held by those above them.
     """
-    sizes = {"x": x_size, **sizes_of(ops)}
+    sizes, gradients = {"x": x_size, **sizes_of(ops)}, gradients_of(ops, x_size)
     left, held = Counter(name for op in ops for name in op.saves), held_gradients(ops)
     events = []
     for op in ops:
         if not op.weight:
             continue
+        unasked = [_gradient(name, gradients[name]) for name in op.inputs if op.custom]
+        if op.custom:
+            events += [*_at_work(op, 1, 1), *unasked]
         for name, size in ((f"gradient of {op.name}", op.weight), (f"gradient of {op.name}.bias", op.bias)):
             if size:
                 events += [Event(name, 0, size, gradient_term), *[Event(name, 0, -size, gradient_term)] * adds]
+        if op.custom:
+            events += [*_at_work(op, 1, -1), *(event._replace(size=-event.size) for event in unasked)]
         at = held[op.output[0]]
-        events.append(_gradient(at, -sizes[at]))
+        events.append(Event(f"d {op.name}", 0, -op.held, "backward") if op.held else _gradient(at, -gradients[at]))
         left.subtract(op.saves)
         events += [Event(name, 0, -sizes[name], "activations") for name in op.saves if not left[name]]
     return events, [Event(name, 0, -sizes[name], "activations") for name in left if left[name]]

@@ -6,6 +6,7 @@ Builds what one rank of a world of any size builds, through parallel/apply.py an
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from estimation.types import TRANSIENT, MemoryReport, Moment, Resident
 from titan_like.config import Config
 from titan_like.fake import train
 from titan_like.models.flavors import resolve
+from titan_like.parallel import apply
 from titan_like.parallel.apply import wrap_model
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel
@@ -41,14 +43,18 @@ def trace(config: Config, world_size: int, rank: int, *, gpu: bool) -> MemoryRep
 
     Cost: one process, no collectives; seconds to a minute and less than 1 GiB for billions of parameters.
     """
+    tracker, buffers = traced(config, world_size, rank, gpu=gpu)
+    return report(tracker, world_size, rank, buffers, gpu=gpu, notes=left_out(config, gpu=gpu))
+
+
+def traced(config: Config, world_size: int, rank: int, *, gpu: bool) -> tuple[Tracker, int]:
+    """The events, and bytes of the buffers that were there before them."""
     with fake_world(world_size, rank):
         model = wrap(config)
         with gpu_kernels() if gpu else nullcontext(), held_messages(until_wait=gpu):
             tracker = track(model, config, FakeTensorMode(allow_non_fake_inputs=True))
     index = model.sequence_index
-    return report(
-        tracker, world_size, rank, 0 if index is None else index.nbytes, gpu=gpu, notes=left_out(config, gpu=gpu)
-    )
+    return tracker, 0 if index is None else index.nbytes
 
 
 @contextmanager
@@ -64,10 +70,17 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 
 def wrap(config: Config) -> ParallelModel:
-    """This rank's model on meta, its blocks not compiled."""
-    eager = config.model_copy(update={"compile": config.compile.model_copy(update={"enable": False})})
+    """This rank's model on meta, its blocks compiled as estimation/compiled.py does, its loss not."""
+    loss = config.compile.model_copy(update={"components": [c for c in config.compile.components if c != "loss"]})
+    config = config.model_copy(update={"compile": loss})
     shape = resolve(config.model.name, config.model.flavor, config.model.overrides)
-    return wrap_model(shape, eager, build_mesh("cpu", config.parallelism), torch.device("cpu"))
+    mesh, device = build_mesh("cpu", config.parallelism), torch.device("cpu")
+    if not config.compile.enable:
+        return wrap_model(shape, config, mesh, device)
+    from estimation.compiled import compile_blocks  # takes a second: inductor
+
+    with patch.object(apply, "compile_blocks", compile_blocks):
+        return wrap_model(shape, config, mesh, device)
 
 
 def track(model: ParallelModel, config: Config, mode: AbstractContextManager[object] | None = None) -> Tracker:
@@ -106,7 +119,7 @@ def report(
         at_peak=dict(sums.at_peak),
         moment=Moment(peak.step, peak.phase, peak.module, peak.operation),
         reserved_bytes=replay(sequence).peak_reserved + buffers if gpu else sums.peak,
-        not_included=notes,
+        not_included=(*notes, *tracker.notes),
     )
 
 
@@ -149,8 +162,10 @@ def left_out(config: Config, *, gpu: bool) -> tuple[str, ...]:
     notes = ["temporaries that a kernel allocates and frees itself"]
     if gpu:
         notes.append("memory outside of torch's allocator: the CUDA context, NCCL, and workspaces of libraries")
-    if config.compile.enable:
-        notes.append("compilation: the blocks are traced uncompiled, which keeps more for the backward")
+    if config.compile.enable and "loss" in config.compile.components:
+        notes.append("the compiled loss: it is traced uncompiled, with more copies of the logits")
+    if gpu and config.compile.enable and "blocks" in config.compile.components:
+        notes.append("inductor's order on GPUs: inside a block, buffers come and go as it is written for a CPU")
     if config.data.reset_attention_mask:
         notes.append("the number of documents: every row is traced as one")
     return tuple(notes)

@@ -37,6 +37,7 @@ from estimation.types import (
 )  # fmt: skip
 from titan_like import fake
 from titan_like.parallel.model import ParallelModel
+from titan_like.quantize.float8 import plain
 
 # To a gradient that nobody but autograd has, as Tracker._adds_in_place counts them: the arguments' tuple, the name
 # there, getrefcount's own, and one for all of C++ (CPython 3.10 to 3.13).
@@ -123,12 +124,14 @@ class Tracker(TorchDispatchMode):
     Attributes:
         events: (+1 allocated or -1 freed, record), in order.
         operations: names of all that ran.
+        notes: what was not traced as it runs.
     """
 
     def __init__(self, names: Mapping[nn.Module, str], composites: Mapping[Any, Composite]) -> None:
         super().__init__()
         self.events: list[tuple[int, Record]] = []
         self.operations: set[str] = set()
+        self.notes: list[str] = []
         self._names, self._composites = names, composites
         self._live: dict[int, tuple[Any, Record]] = {}
         self._modules: list[str] = []
@@ -157,7 +160,7 @@ class Tracker(TorchDispatchMode):
         result = func(*args, **kwargs)
         if torch.is_grad_enabled():  # the newest node of the graph belongs to this operation, or to one before it
             self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._module())
-        if not _is_view(func):  # a view of what is not known is one of a tensor from before
+        if not is_view(func):  # a view of what is not known is one of a tensor from before
             for tensor in _tensors(result):
                 self._see(tensor, func)
         return result
@@ -190,6 +193,11 @@ class Tracker(TorchDispatchMode):
         found = self._live.get(_local(tensor).untyped_storage()._cdata)
         if found:
             found[1].tag = tag
+
+    def claim(self, result: Tensor) -> None:
+        """The node that made `result` belongs to the module at work."""
+        if result.grad_fn is not None:
+            self._module_of_node[result.grad_fn._sequence_nr()] = self._module()
 
     def _module(self) -> str:
         if self._modules:
@@ -250,7 +258,8 @@ class Tracker(TorchDispatchMode):
             self._labels.pop()
 
     @contextmanager
-    def _pause(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
+        """What runs inside is not seen."""
         self._paused += 1
         try:
             yield
@@ -277,7 +286,7 @@ class Tracker(TorchDispatchMode):
             patch.object(torch.UntypedStorage, "resize_", lambda storage, size: self._resize(resize, storage, size))
         )
         # DTensor finds out result shapes by running the operation in full size on fake tensors: that is no allocation.
-        stack.enter_context(patch.object(ShardingPropagator, "_fake_mode_lock", _Reusable(self._pause)))
+        stack.enter_context(patch.object(ShardingPropagator, "_fake_mode_lock", _Reusable(self.pause)))
         for owner, name, label in _LABELS:
             stack.enter_context(patch.object(owner, name, self._labelled(label, getattr(owner, name))))
         finish = ParallelModel.finish_gradients
@@ -327,7 +336,7 @@ class _Reusable:
 
 
 @cache
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     """Whether the result never has memory of its own; reshape, contiguous and the like may."""
     return func.is_view and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
@@ -341,4 +350,4 @@ def _tensors(result: Any) -> Iterator[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return plain(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)

@@ -12,30 +12,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from estimation.devices import GIB
+from estimation.float8 import Float8
 from estimation.formula import RankMemory, memory_of
 from estimation.job import Job
+from estimation.megatron import NAME as MEGATRON
+from estimation.megatron_rows import covers, measured_rank, run_of
 from estimation.profiles import (
     TITAN_2024_03,
     TITAN_2024_06,
     TITAN_2024_08,
     TITAN_2024_12,
     TITAN_2025_06,
+    TITAN_2025_11,
+    TITAN_2025_12,
     TORCHTUNE,
+    TORCHTUNE_FSDP2,
+    NotCovered,
     Profile,
 )
 from estimation.reserve import replayed
-from estimation.schedules import Action
-from titan_like.models.flavors import ModelConfig
+from estimation.schedules import Action, Schedule, single_stage, torch_tables
+from titan_like.config.schema import SINGLE_STAGE
+from titan_like.models.flavors import ModelConfig, block_parameters
 
 Row = Mapping[str, str]
 USABLE = 0.97  # of the capacity: a run that came this far ran
-
-
-class NotCovered(Exception):
-    """No profile describes what a row's run did; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def profile_of(row: Row) -> Profile:
     """
     framework, version = row["framework"].lower(), f"{row['framework_version']} {row['notes']}"
     if framework.startswith("torchtune"):
-        return TORCHTUNE
+        return TORCHTUNE if int(row["dp_shard"] or 1) == 1 else TORCHTUNE_FSDP2
     if not framework.startswith(("torchtitan", "prime-rl")):
         raise NotCovered(f"no profile for {row['framework']}")
     year, month = _date(version)
@@ -77,7 +81,22 @@ def profile_of(row: Row) -> Profile:
         return TITAN_2024_03
     if (year, month) < (2024, 9):
         return TITAN_2024_06 if month < 8 else TITAN_2024_08
-    return TITAN_2024_12 if (year, month) < (2025, 5) else TITAN_2025_06
+    if (year, month) < (2025, 11):
+        return _as_launched(row, TITAN_2024_12 if (year, month) < (2025, 5) else TITAN_2025_06, (year, month))
+    return _as_launched(row, TITAN_2025_11 if (year, month) < (2025, 12) else TITAN_2025_12, (year, month))
+
+
+def _as_launched(row: Row, profile: Profile, date: tuple[int, int]) -> Profile:
+    """What depends on the device and on the script.
+
+    Expandable segments are there on ROCm since March 2026 (pytorch pull request 177974), and are set by run_train.sh,
+    which one published table did not use (its page has the command). On Blackwell torchtitan chose cuDNN's attention
+    before it did so everywhere (models/attention.py: has_cuda_capability(10, 0)).
+    """
+    has_none = (row["gpu"].startswith("MI") and date < (2026, 4)) or "trainy" in row["source_url"]
+    is_expandable = profile.expandable and not has_none
+    keeps_attention = profile.keeps_attention and not (profile is TITAN_2025_06 and "B200" in row["gpu"])
+    return replace(profile, expandable=is_expandable, keeps_attention=keeps_attention)
 
 
 # Commits of torchtitan that published rows name without a date.
@@ -104,49 +123,106 @@ def job_of_row(row: Row) -> Job:
     Raises:
         NotCovered: the row asks for what no profile describes.
     """
-    profile = profile_of(row)
+    flags = row["other_flags"]
+    is_one_graph = "SimpleFSDP" in flags
+    compiled = is_one_graph or not row["compile"].startswith("no")
     model = _model(row)
-    number = {name: int(row[name] or 1) for name in ("dp_shard", "dp_replicate", "tp", "pp", "cp", "micro_bs")}
-    if number["pp"] > 1:
-        raise NotCovered("pipeline rows of this family have no profile")
-    compiled = not row["compile"].startswith("no")
-    loss = "chunked" if "chunked" in row["other_flags"] + row["compile"] else "whole"
-    if compiled and profile.name >= "torchtitan 2025-06" and profile is not TORCHTUNE:
-        loss = "compiled"
-    if "8bit" in row["optimizer"]:
-        profile = replace(profile, adam="8bit")
-    if "SimpleFSDP" in row["other_flags"] or "FSDP1" in row["other_flags"]:
-        raise NotCovered("another implementation of FSDP has no profile")
-    if "abs() in SAC" in row["other_flags"]:
-        raise NotCovered("a defect of that commit, which kept absolute values of weights")
-    if "offload" in row["other_flags"] or "optimizer_in_bwd" in row["other_flags"]:
-        raise NotCovered("offloading and updates in the backward have no profile")
-    profile = replace(profile, loss=loss, loss_chunks=8 if loss == "chunked" else 1)  # type: ignore[arg-type]
-    is_wrapped = profile is not TORCHTUNE and profile.weights == "fp32"
-    reshard = "never" not in row["other_flags"]
-    if "always" in row["other_flags"]:
-        profile = replace(profile, last_block_stays=False)
-    fsdp = number["dp_shard"] * number["cp"]
-    return Job(
-        model=model, rows=number["micro_bs"], batch_rows=number["micro_bs"], seq_len=int(row["seq_len"]),
+    profile = _with_flags(row, profile_of(row), compiled)
+    number = {name: _whole(row, name) for name in ("micro_bs", "seq_len")}
+    number |= {name: int(row[name] or 1) for name in ("dp_shard", "dp_replicate", "tp", "pp", "cp")}
+    fsdp, is_fp32 = number["dp_shard"] * number["cp"], profile.weights == "fp32"
+    job = Job(
+        model=model, rows=number["micro_bs"], batch_rows=number["micro_bs"], seq_len=number["seq_len"],
         accumulation=int(row["grad_accum"] or 1), replicate=number["dp_replicate"], fsdp=fsdp, cp=number["cp"],
         tp=number["tp"], stages=(range(model.n_layers),), actions=((Action("F", 0, 0), Action("B", 0, 0)),),
-        recompute=_recompute(row["ac"]), number=2, reduce_number=4, reshard=reshard, wrapped=is_wrapped,
-        compiled=compiled, only_first_step="step 1" in row["notes"].split(";")[0], profile=profile,
+        recompute=_recompute(row["ac"]), number=2, reduce_number=4 if is_fp32 else 2, reshard="never" not in flags,
+        wrapped=is_fp32 or fsdp > 1, compiled=compiled, float8=_float8(row, model.n_layers),
+        only_first_step="step 1" in row["notes"].split(";")[0], profile=profile,
     )  # fmt: skip
+    return _pipelined(job, number["pp"], row["pp_schedule"]) if number["pp"] > 1 else job
+
+
+def _with_flags(row: Row, profile: Profile, compiled: bool) -> Profile:
+    """What a row's flags change.
+
+    Raises:
+        NotCovered: to what no profile describes.
+    """
+    flags, changes = row["other_flags"], dict[str, Any]()
+    loss = "chunked" if "chunked" in flags + row["compile"] else "whole"
+    if compiled and profile.compiles_loss and "SimpleFSDP" not in flags:
+        loss = profile.compiles_loss[loss]
+    changes.update(loss=loss, loss_chunks=8 if "chunked" in loss else 1)
+    if "FSDP1" in flags:
+        changes.update(flat=True, last_block_stays=False)
+    if "LoRA" in flags:
+        raise NotCovered("adapters have no profile")
+    if profile.name.startswith("torchtune") and "packed" not in flags:
+        raise NotCovered("batches that are not packed have no fixed length")
+    if "SimpleFSDP" in flags:
+        changes.update(own_streams=False)
+    if "8bit" in row["optimizer"]:
+        changes.update(adam="8bit")
+    if "abs() in SAC" in flags and "rowwise" in row["float8"]:  # of other recipes nobody reads what is kept
+        raise NotCovered("a defect of that commit, which kept absolute values of weights")
+    if "RS copy-in in RS stream" in flags:  # pytorch pull request 129721, before and after
+        changes.update(flat_pool="reduce")
+    if "always" in flags:
+        changes.update(last_block_stays=False)
+    if "activation offloading" in flags and row["ac"].startswith("full"):
+        changes.update(stash=5)  # torchtune/training/_activation_offloading.py: max_fwd_stash_size
+    elif "offload" in flags:
+        raise NotCovered("offloading of anything but the inputs of blocks has no profile")
+    if "optimizer_in_bwd" in flags:
+        changes.update(updates_in_backward=True)
+    return replace(profile, **changes)
+
+
+def _pipelined(job: Job, degree: int, schedule: str) -> Job:
+    """A batch is split into as many micro-batches as ranks, torchtitan's default; weights stay gathered."""
+    from titan_like.parallel.pipeline import balanced_ranges  # imports torch
+
+    virtual = 1 if schedule in SINGLE_STAGE else 2
+    model, table = job.model, float(job.model.vocab_size * job.model.dim)
+    count, block = degree * virtual, float(block_parameters(model))
+    cuts = balanced_ranges(model.n_layers, count, first=table, last=table, block=block)
+    if virtual == 1:
+        actions = tuple(single_stage(schedule, degree, rank, degree) for rank in range(degree))
+    else:
+        actions = torch_tables(schedule, degree, virtual, degree)
+    rows = max(1, job.batch_rows // degree)
+    kind: Schedule = schedule if schedule in ("GPipe", "1F1B") else "looped"  # type: ignore[assignment]
+    return replace(job, rows=rows, stages=tuple(cuts), actions=actions, schedule=kind, reshard=False)
+
+
+PRODUCTS = frozenset({"wq", "wk", "wv", "wo", "w1", "w2", "w3"})  # of a block; torchtitan's files filter out the head
+
+
+def _float8(row: Row, layers: int) -> Float8 | None:
+    """None for micro-scaled formats too, whose products are like those in bf16 for memory."""
+    recipe = re.match(r"float8 (tensorwise|rowwise_with_gw_hp|rowwise)", row["float8"])
+    if recipe is None:
+        return None
+    return Float8(recipe[1], (PRODUCTS,) * layers, gathered="fp8 all-gather" in row["float8"])  # type: ignore[arg-type]
 
 
 def _model(row: Row) -> ModelConfig:
     if not row["ffn_dim"].isdigit():
         raise NotCovered("mixtures of experts have no profile")
-    vocab = re.match(r"\d+", row["vocab"])
-    dim, heads = int(row["dim"]), int(row["heads"])
-    assert vocab is not None
+    dim, heads = _whole(row, "dim"), _whole(row, "heads")
     return ModelConfig(
-        vocab_size=int(vocab[0]), dim=dim, n_layers=int(row["layers"]), n_heads=heads, n_kv_heads=int(row["kv_heads"]),
-        head_dim=dim // heads, ffn_dim=int(row["ffn_dim"]), max_seq_len=int(row["seq_len"]),
+        vocab_size=_whole(row, "vocab"), dim=dim, n_layers=_whole(row, "layers"), n_heads=heads,
+        n_kv_heads=_whole(row, "kv_heads"), head_dim=dim // heads, ffn_dim=int(row["ffn_dim"]),
+        max_seq_len=_whole(row, "seq_len"),
         tie_embeddings="tied" in row["vocab"],
     )  # fmt: skip
+
+
+def _whole(row: Row, name: str) -> int:
+    """Raises: NotCovered, where the row does not begin with a number there."""
+    if found := re.match(r"\d+", row[name]):
+        return int(found[0])
+    raise NotCovered(f"its {name} is not published" if not row[name] else f"{name} {row[name]} has no profile")
 
 
 def _recompute(text: str) -> Literal["none", "full", "op"] | int:
@@ -168,7 +244,11 @@ def score_row(line: int, row: Row) -> list[Score]:
     Raises:
         NotCovered: see job_of_row.
     """
+    if covers(row):
+        return _megatron(line, row)
     job = job_of_row(row)
+    if not job.profile.is_linear and any(action.kind in "IW" for rank in job.actions for action in rank):
+        raise NotCovered("a split backward of a loss over whole logits has no profile")
     memory = max(memory_of(job), key=lambda rank: rank.peak.allocated)
     scores = []
     if row["resident_mem_GiB"]:
@@ -181,6 +261,8 @@ def score_row(line: int, row: Row) -> list[Score]:
 
 def _peak(line: int, row: Row, memory: RankMemory) -> Score:
     """`fits`: the allocator gets along with 97 % of the device, giving cached memory back where it must."""
+    if not re.fullmatch(r"OOM|[\d.]+", row["peak_mem_GiB"]):
+        raise NotCovered(f"{row['peak_mem_GiB']} is no number of GiB")
     capacity = int(USABLE * float(row["gpu_mem_GiB"]) * GIB) if row["gpu_mem_GiB"] else None
     run = replayed(memory, expandable=memory.job.profile.expandable, capacity=capacity)
     is_allocated = row["mem_kind"].startswith(("allocated", "active"))
@@ -189,6 +271,23 @@ def _peak(line: int, row: Row, memory: RankMemory) -> Score:
     kind = "allocated" if is_allocated else "reserved"
     fits = None if capacity is None else run.fits
     return Score(line, kind, memory.job.profile.name, measured, predicted / GIB, fits)
+
+
+def _megatron(line: int, row: Row) -> list[Score]:
+    """A row of Megatron's code, whose allocator is not replayed."""
+    run, scores = run_of(row), []
+    memory = measured_rank(row, run)
+    if row["resident_mem_GiB"]:
+        measured = float(row["resident_mem_GiB"])
+        scores.append(Score(line, "resident", run.profile, measured, memory.resident / GIB, None))
+    if row["peak_mem_GiB"]:
+        peak = None if row["peak_mem_GiB"] == "OOM" else float(row["peak_mem_GiB"])
+        if peak is not None and not row["mem_kind"].startswith("allocated"):
+            raise NotCovered(f"memory as {row['mem_kind'] or 'nobody says what'} is not predicted, allocated memory is")
+        predicted = memory.peak / GIB
+        fits = predicted <= USABLE * float(row["gpu_mem_GiB"]) if row["gpu_mem_GiB"] else None
+        scores.append(Score(line, "allocated", run.profile, peak, predicted, fits))
+    return scores
 
 
 def score_file(path: Path) -> tuple[list[Score], list[tuple[int, str]]]:
@@ -203,12 +302,20 @@ def score_file(path: Path) -> tuple[list[Score], list[tuple[int, str]]]:
                     raise NotCovered("a computed, not a measured number")
                 scores += score_row(line, row)
             except NotCovered as reason:
-                left_out.append((line, str(reason)))
+                left_out.append((line, f"{MEGATRON}: {reason}" if covers(row) else str(reason)))
     return scores, left_out
 
 
 def summary(scores: Sequence[Score], left_out: Sequence[tuple[int, str]]) -> str:
-    """The line that a run ends with: n, mean and 95th percentile of the absolute error in percent, fit or no fit."""
+    """The line that a run ends with: n, mean and 95th percentile of the absolute error in percent, fit or no fit; then
+    the same of Megatron's rows, if there are any."""
+    own = [score for score in scores if score.profile.startswith(MEGATRON)]
+    own_left = [entry for entry in left_out if entry[1].startswith(MEGATRON)]
+    first = _figures([score for score in scores if score not in own], len(left_out) - len(own_left))
+    return f"{first}; {MEGATRON}: {_figures(own, len(own_left))}" if own or own_left else first
+
+
+def _figures(scores: Sequence[Score], left_out: int) -> str:
     parts = []
     for kind in ("resident", "allocated", "reserved"):
         errors = sorted(abs(score.error) for score in scores if score.kind == kind and score.error is not None)
@@ -219,7 +326,7 @@ def summary(scores: Sequence[Score], left_out: Sequence[tuple[int, str]]) -> str
             parts.append(f"{kind} n 0")
     judged = [(score.fits, score.measured is not None) for score in scores if score.fits is not None]
     right = sum(fits == ran for fits, ran in judged)
-    return f"{'; '.join(parts)}; fit right {right} of {len(judged)}; left out {len(left_out)}"
+    return f"{'; '.join(parts)}; fit right {right} of {len(judged)}; left out {left_out}"
 
 
 def write_table(path: Path, scores: Sequence[Score]) -> None:
@@ -270,10 +377,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     scores, left_out = score_file(chosen.csv)
     write_table(chosen.output / "memory.csv", scores)
-    _plot(chosen.output / "memory.png", [(score.kind, score.measured, score.predicted) for score in scores], "GiB")
+    points = [(_group(score), score.measured, score.predicted) for score in scores]
+    _plot(chosen.output / "memory.png", points, "GiB")
     for line, reason in left_out:
         print(f"left out: line {line}: {reason}")
     print(summary(scores, left_out))
+
+
+def _group(score: Score) -> str:
+    """As the plot names a score."""
+    return f"{score.profile}: {score.kind}" if score.profile.startswith(MEGATRON) else score.kind
 
 
 def _validate_time(path: Path, output: Path) -> None:

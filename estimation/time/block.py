@@ -210,7 +210,9 @@ def traffic(op: Op, shape: Shape) -> tuple[float, float]:
     a sum is read by the norm in the same kernel, and silu is part of the gate.
     """
     e, numbers = shape.number, op.output[1] // shape.number
-    if op.name.endswith("heads"):  # reads each key head once
+    if op.name == "attention rows":  # copied into the order that the next product reads
+        return numbers * 2 * e, 0.0
+    if op.name.endswith(("heads", "everywhere")):  # reads each key head once
         share = 1 + shape.model.n_kv_heads / shape.model.n_heads
         return numbers * e * share, numbers * e * share
     kind = "norm" if op.extra else "rotate" if op.name in ("q", "k") else op.name.split()[0]

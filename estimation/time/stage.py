@@ -3,7 +3,7 @@
 from functools import cached_property
 
 from estimation.groups import Group as Parameters
-from estimation.groups import groups_of, local_rows
+from estimation.groups import block_group, groups_of, local_rows
 from estimation.time.block import Coster, Unit
 from estimation.time.network import Group
 from estimation.time.overlap import Pass, Work, overlapped
@@ -18,10 +18,9 @@ class StageTime:
         self.layers = self.job.stages[number]
         self.is_first, self.is_last = number == 0, number == len(self.job.stages) - 1
         together = self.job.profile.groups == "together"
-        self.groups = groups_of(
-            self.job.model, self.job.tp, layers=len(self.layers), first=self.is_first, last=self.is_last,
-            together=together,
-        )  # fmt: skip
+        model, tp = self.job.model, self.job.tp
+        blocks = {"block": (block_group(model, tp), len(self.layers))}
+        self.groups = groups_of(model, tp, blocks=blocks, first=self.is_first, last=self.is_last, together=together)
         self._passes: dict[tuple[str, bool], Pass] = {}
         self._moved: dict[tuple[str, str], tuple[float, float]] = {}
 

@@ -5,18 +5,14 @@ Nothing is fitted to the rows: what the rows' trainers did comes from the profil
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, groupby
 from pathlib import Path
 
 from estimation.devices import DEVICES, Device
-from estimation.job import Job
-from estimation.schedules import single_stage, torch_tables
 from estimation.time.step import step_time
 from estimation.time.way import Way
 from estimation.validate import NotCovered, Row, job_of_row
-from titan_like.config.schema import SINGLE_STAGE
-from titan_like.models.flavors import block_parameters
 
 GPUS = {
     "H100 SXM (HBM2e 96GB": "h100-96gb-500w", "A100 80GB": "a100-80gb", "H200": "h200", "B200": "b200",
@@ -81,27 +77,6 @@ def way_of_row(row: Row) -> Way:
     )
 
 
-def timed_job(row: Row) -> Job:
-    """The job of a row; pipelining splits a batch into as many micro-batches as ranks, torchtitan's default then."""
-    job = job_of_row({**row, "pp": "1"})
-    degree, name = int(row["pp"] or 1), row["pp_schedule"]
-    if degree == 1:
-        return job
-    from titan_like.parallel.pipeline import balanced_ranges  # imports torch
-
-    virtual = 1 if name in SINGLE_STAGE else 2
-    model, table = job.model, float(job.model.vocab_size * job.model.dim)
-    cuts = balanced_ranges(
-        model.n_layers, degree * virtual, first=table, last=table, block=float(block_parameters(model))
-    )
-    if virtual == 1:
-        actions = tuple(single_stage(name, degree, rank, degree) for rank in range(degree))
-    else:
-        actions = torch_tables(name, degree, virtual, degree)
-    rows = max(1, job.batch_rows // degree)
-    return replace(job, rows=rows, stages=tuple(cuts), actions=actions, reshard=False)
-
-
 def score_times(path: Path) -> tuple[list[TimeScore], list[tuple[int, str]]]:
     """Scores of all rows of PyTorch trainers with a throughput, and those left out: (line, reason).
 
@@ -127,7 +102,7 @@ def score_times(path: Path) -> tuple[list[TimeScore], list[tuple[int, str]]]:
 def _score(line: int, row: Row) -> TimeScore:
     if not all(row[key] for key in ("seq_len", "micro_bs")):
         raise NotCovered("its batch is not published")
-    predicted = step_time(timed_job(row), device_of_row(row), way_of_row(row)).tokens_per_second
+    predicted = step_time(job_of_row(row), device_of_row(row), way_of_row(row)).tokens_per_second
     table = f"{row['source_url']} {row['dup_group']} {row['framework_version']}"
     family = row["framework"].split()[0].lower()
     return TimeScore(line, family, table, row["complete"] == "1", float(row["tokens_per_s_per_gpu"]), predicted)

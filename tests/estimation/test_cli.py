@@ -69,13 +69,23 @@ def test_a_trace_answers_in_the_same_words(capsys):
     assert "rank 0, traced" in first and "logits/loss" not in first
 
 
+def test_a_trace_says_of_which_layers_it_is(capsys):
+    """All eight of them, or 4 to 6; both hold the same, and only the whole one knows of fragmentation."""
+    argv = ["--world_size", "2", "--model.overrides={n_layers = 8}", "--training.seq_len=64", "--engine", "trace"]
+    told, whole = (run(capsys, *argv, *more)[1] for more in ([], ["--whole"]))
+    assert "\nrank 0, 4 to 6 layers traced, 8 told from them" in told and "\nrank 0, traced\n" in whole
+    assert "the sum of the pools' peaks" in told and "the sum of the pools' peaks" not in whole
+    for line in (r"resident \d[^\n]+", r"peak \d[^\n]+", r"layers\.\*\.feed_forward[^\n]+"):
+        assert re.search(line, told)[0] == re.search(line, whole)[0]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--rank", "1"], "add --engine trace"),
         (["--engine", "trace", "--rank", "2"], "give one from 0 to 1"),
-        (["--engine", "trace", "--explain"], "belong to the formula"),
-        (["--engine", "trace", "--replay"], "belong to the formula"),
+        (["--whole"], "add --engine trace"),
+        (["--engine", "trace", "--explain"], "belongs to the formula"),
     ],
 )
 def test_an_option_of_the_other_engine_is_refused(capsys, options, sentence):

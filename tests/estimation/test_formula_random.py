@@ -1,6 +1,7 @@
-"""The formula against the trace on random valid compositions: resident bytes are equal, peaks agree within 3 %.
+"""The formula against the trace on random valid compositions: resident bytes are equal, peaks agree within 3 %, those
+of compiled blocks within 8 %: the order that inductor finds for a backward is not modelled.
 
-Left out: compiled blocks, which the trace runs uncompiled, and float8, which the formula counts as bf16.
+Left out of the compiled ones: float8, and documents in fp32 on GPUs, whose mask the trace writes out for every head.
 """
 
 import os
@@ -17,6 +18,7 @@ from titan_like.config import Config, ConfigError, load_config
 from titan_like.config.schema import V_SHAPED
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+RECIPES = ["tensorwise", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
 def random_config(draw: random.Random) -> tuple[Config, int]:
@@ -27,7 +29,10 @@ def random_config(draw: random.Random) -> tuple[Config, int]:
         rows, batches, readers = draw.choice([1, 2]), draw.choice([1, 2, 4]), world_size // (pp * tp * cp)
         local = rows * batches if pp > 1 else rows
         mode, schedule = draw.choice(["none", "selective", "full"]), draw.choice(SCHEDULES)
-        overrides = f"{{n_layers = {draw.choice([4, 4, 5, 8])}, tie_embeddings = {draw.choice(['true', 'false'])}}}"
+        overrides = (
+            f"{{n_layers = {draw.choice([4, 4, 5, 8])}, tie_embeddings = {draw.choice(['true', 'false'])}, "
+            f"vocab_size = {draw.choice([4096, 4096, 512])}}}"
+        )
         argv = [
             f"--model.name={draw.choice(['llama2', 'llama3', 'qwen2', 'qwen3'])}", "--model.flavor=debug",
             f"--model.overrides={overrides}",
@@ -52,6 +57,8 @@ def random_config(draw: random.Random) -> tuple[Config, int]:
             argv.append(f"--parallelism.pipeline_parallel_virtual_stages={draw.choice([2, 3, 4])}")
         if mode == "selective" and draw.random() < 0.3:
             argv.append("--activation_checkpoint.selective_ac_option=2")
+        if draw.random() < 0.4:
+            argv += _float8(draw)
         try:
             config = load_config(argv)
         except ConfigError:
@@ -60,18 +67,65 @@ def random_config(draw: random.Random) -> tuple[Config, int]:
             return config, world_size
 
 
+def _float8(draw: random.Random) -> list[str]:
+    """Linear layers in float8, all or some, emulated or not."""
+    recipe, left_out = draw.choice(RECIPES), draw.choice(["output", "output", "wk", "layers.1.", "w2"])
+    is_gathered = recipe == "tensorwise" and draw.random() < 0.6
+    return [
+        "--float8.enable", f"--float8.recipe={recipe}", f"--float8.filter_fqns={left_out}",
+        f"--float8.emulate={draw.choice(['true', 'false'])}",
+        f"--float8.enable_fsdp_float8_all_gather={str(is_gathered).lower()}",
+        f"--float8.precompute_float8_dynamic_scale_for_fsdp={str(is_gathered and draw.random() < 0.5).lower()}",
+    ]  # fmt: skip
+
+
+COUNT = int(os.environ.get("RANDOM_COMPOSITIONS", "30"))  # about two seconds each, compiled five
+
+
 @pytest.mark.timeout(0)
 def test_random_compositions_agree() -> None:
-    """As many as RANDOM_COMPOSITIONS says: about two seconds each."""
     wrong = []
-    for seed in range(int(os.environ.get("RANDOM_COMPOSITIONS", "30"))):
+    for seed in range(COUNT):
         draw = random.Random(seed)
         config, world_size = random_config(draw)
-        is_gpu = draw.random() < 0.5
-        memory = draw.choice(memory_of(job_of(config, world_size, TITAN_LIKE if is_gpu else TITAN_LIKE_CPU)))
-        formula = memory.report()
-        traced = trace(config, world_size, formula.rank, gpu=is_gpu)
-        error = formula.peak_bytes / traced.peak_bytes - 1
-        if formula.resident != traced.resident or abs(error) > 0.03:
-            wrong.append((seed, world_size, is_gpu, f"{error:+.1%}", formula.resident == traced.resident))
+        wrong += disagreements(seed, draw, config, world_size, 0.03)
     assert not wrong, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_random_compiled_compositions_agree() -> None:
+    wrong, compiled = [], 0
+    for seed in range(COUNT):
+        draw = random.Random(seed)
+        config, world_size = random_config(draw)
+        config = with_compiled_blocks(config)
+        if config.float8.enable or problems(config, world_size):
+            continue
+        compiled += 1
+        wrong += disagreements(seed, draw, config, world_size, 0.08)
+    assert not wrong, wrong
+    assert compiled > COUNT / 5
+
+
+def with_compiled_blocks(config: Config) -> Config:
+    """The blocks alone: the loss is traced uncompiled."""
+    section = config.compile.model_copy(update={"enable": True, "components": ("blocks",)})
+    return config.model_copy(update={"compile": section})
+
+
+def disagreements(
+    seed: int, draw: random.Random, config: Config, world_size: int, allowed: float
+) -> list[tuple[object, ...]]:
+    """What is wrong on one rank, if anything."""
+    is_gpu = draw.random() < 0.5
+    is_wide = config.compile.enable and config.training.mixed_precision_param == "float32"
+    if is_gpu and is_wide and config.data.reset_attention_mask:
+        return []
+    memory = draw.choice(memory_of(job_of(config, world_size, TITAN_LIKE if is_gpu else TITAN_LIKE_CPU)))
+    formula = memory.report()
+    traced = trace(config, world_size, formula.rank, gpu=is_gpu)
+    error = formula.peak_bytes / traced.peak_bytes - 1
+    if formula.resident == traced.resident and abs(error) <= allowed:
+        return []
+    return [(seed, world_size, is_gpu, f"{error:+.1%}", formula.resident == traced.resident)]

@@ -9,6 +9,7 @@ from estimation.trace import trace
 from titan_like.config import load_config
 
 SMALL = ["--training.seq_len=256"]
+FLOAT8 = ["--float8.enable", "--float8.emulate", "--float8.filter_fqns=output"]
 CASES = {
     "selective, GPU kernels": (4, True, ["--activation_checkpoint.mode=selective"]),
     "full recompute, accumulation, fp32": (
@@ -28,6 +29,20 @@ CASES = {
     "whole loss, fp32, CPU": (1, False, ["--training.mixed_precision_param=float32", "--training.loss_chunks=1"]),
     "an embedding that weighs more than the loss": (
         1, True, ["--training.loss_chunks=4", "--activation_checkpoint.mode=full"]
+    ),
+    "float8, gathered in float8": (
+        4, True,
+        [*FLOAT8, "--float8.enable_fsdp_float8_all_gather=true", "--model.overrides={vocab_size = 512}"]
+    ),
+    "float8 in rows, tensor parallelism, fp32": (
+        2, False,
+        [*FLOAT8, "--float8.recipe=rowwise", "--parallelism.tensor_parallel_degree=2",
+         "--training.mixed_precision_param=float32", "--model.overrides={vocab_size = 512}"]
+    ),
+    "float8 that travels between tensor-parallel ranks": (
+        4, True,
+        [*FLOAT8, "--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=2",
+         "--activation_checkpoint.mode=selective", "--model.overrides={vocab_size = 512}"]
     ),
     "pipeline": (2, True, ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]),
 }  # fmt: skip

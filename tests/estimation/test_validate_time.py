@@ -11,7 +11,6 @@ from estimation.time.validate import (
     ranking,
     score_times,
     summary,
-    timed_job,
     way_of_row,
 )
 from estimation.validate import NotCovered, main
@@ -63,13 +62,6 @@ def test_errors_and_order_by_hand():
     assert ranking([*scores, TimeScore(6, "torchtitan", "t", True, 200.0, 90.0)]) == (2, 5, 0, 1)
     text = summary(scores, [])
     assert "torchtitan n 3 mean 10.0 % p95 20.0 %" in text and "(incomplete rows) n 1 mean 100.0 %" in text
-
-
-def test_pipelines_of_published_rows():
-    row = {**ROW, "pp": "4", "pp_schedule": "Interleaved1F1B", "micro_bs": "8"}
-    job = timed_job(row)
-    assert (job.pp, len(job.stages), job.rows) == (4, 8, 2)
-    assert sum(map(len, job.stages)) == 32 and len(job.actions[0]) == 2 * 2 * 4
 
 
 @pytest.mark.parametrize(

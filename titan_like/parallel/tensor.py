@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -46,22 +47,39 @@ BLOCK_PLAN = {
 
 
 class TableRows(ParallelStyle):
-    """Cuts the head's table by rows; its loss, below, does the communication."""
+    """Cuts a table by rows of the vocabulary; the lookup and the loss below do the communication."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(name: str, head: nn.Module, mesh: DeviceMesh) -> None:
-            head.weight = nn.Parameter(distribute_tensor(cast(Tensor, head.weight), mesh, [Shard(0)]))
+        def cut(name: str, table: nn.Module, mesh: DeviceMesh) -> None:
+            table.weight = nn.Parameter(distribute_tensor(cast(Tensor, table.weight), mesh, [Shard(0)]))
 
         return distribute_module(module, device_mesh, cut)
 
 
-MODEL_PLAN = {  # both tables are cut by vocabulary rows
-    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+MODEL_PLAN = {
+    "tok_embeddings": TableRows(),
     "norm": SequenceParallel(),
     "output": TableRows(),
 }
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as loss.LinearCrossEntropy
+
+
+def look_up(embedding: nn.Embedding, tokens: Tensor) -> Tensor:  # (B, S) int64 -> (B, S / tp, D)
+    """Every rank looks up the tokens of its rows; the sum over ranks is cut along the sequence.
+
+    DTensor's own lookup makes the gradient of the whole vocabulary on every rank.
+    """
+    table = cast(DTensor, embedding.weight)
+    mesh, rows = table.device_mesh, table.to_local()
+    own = tokens - mesh.get_local_rank() * -(-table.shape[0] // mesh.size())
+    is_elsewhere = (own < 0) | (own >= rows.shape[0])
+    part = F.embedding(own.masked_fill(is_elsewhere, 0), rows).masked_fill_(is_elsewhere[..., None], 0)
+    summed = DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)])
+    # The first block's input would otherwise be a pending collective, which a compiled block cannot take
+    # (torch 2.13: "'Tensor' object has no attribute '_local_tensor'" in backward).
+    local = summed.to_local()
+    return funcol.wait_tensor(local) if isinstance(local, funcol.AsyncCollectiveTensor) else local
 
 
 def loss_over_vocabulary(loss: Loss, hidden: DTensor, table: DTensor, labels: Tensor, factors: Tensor | None) -> Tensor:
@@ -94,19 +112,13 @@ def apply_tensor_parallel(
         model.output.loss = partial(loss_over_vocabulary if loss_parallel else loss_over_sequence, model.output.loss)
     model.tie_weights()  # parallelize_module gives the head a table of its own
     if model.tok_embeddings is not None:
-        # The first block's input would otherwise be a pending collective, which a compiled block cannot take
-        # (torch 2.13: "'Tensor' object has no attribute '_local_tensor'" in backward).
-        model.tok_embeddings.register_forward_hook(_wait)
+        model.tok_embeddings.forward = partial(look_up, model.tok_embeddings)  # type: ignore[method-assign]
 
 
 def _present(module: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
     """The part of a plan whose modules this model has."""
     names = {name for name, child in module.named_modules() if child is not None}
     return {name: style for name, style in plan.items() if name in names}
-
-
-def _wait(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    return funcol.wait_tensor(output) if isinstance(output, funcol.AsyncCollectiveTensor) else output
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ from estimation.job import Job, job_of
 from estimation.recompute import lightest_recompute
 from estimation.report import breakdown, details, explain, memory_table, time_lines, verdict, worst_rank
 from estimation.reserve import replayed
-from estimation.search_cli import add_options, run_search
+from estimation.search_cli import add_options, positive, run_search
 from estimation.time.step import NOT_INCLUDED as TIME_NOT_INCLUDED
 from estimation.time.step import step_time
 from estimation.time.timeline import write_trace
@@ -147,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Every other option is the trainer's: --job.config_file FILE, --training.seq_len 4096, ... "
         "See also: titan-estimate search --help, titan-estimate calibrate --help",
     )  # fmt: skip
-    found.add_argument("--world_size", type=_positive, required=True, help="number of GPUs")
+    found.add_argument("--world_size", type=positive, required=True, help="number of GPUs")
     found.add_argument(
         "--engine", choices=("formula", "trace"), default="formula",
         help="trace: run two steps of the real trainer on one rank, on tensors without memory (seconds)",
@@ -207,12 +207,6 @@ def _check_engine(options: argparse.Namespace) -> None:
 def _rank(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a rank, a whole number from 0")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

@@ -14,6 +14,7 @@ from estimation.search import SHOWN, Found, Result, search
 from estimation.time.step import NOT_INCLUDED
 from titan_like.config import Config, load_config
 from titan_like.config.errors import ConfigError
+from titan_like.models.flavors import resolve
 
 HEADS = ("", "s/step", "tokens/s", "MFU", "GiB", "composition", "besides its matrix products it spends")
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
@@ -22,7 +23,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20}
 def add_options(found: argparse.ArgumentParser) -> None:
     found.add_argument("--model", help="family, as model.name; default: the config's")
     found.add_argument("--flavor", help="size, as model.flavor")
-    found.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    found.add_argument("--gpus", type=positive, required=True, help="number of GPUs")
     found.add_argument("--seq_len", type=int, help="tokens per sequence, as training.seq_len")
     found.add_argument(
         "--global_batch_tokens", type=tokens, required=True, help="tokens per optimizer step: 4194304, 4096K or 4M"
@@ -31,6 +32,12 @@ def add_options(found: argparse.ArgumentParser) -> None:
     found.add_argument(
         "--write", nargs=2, action="append", default=[], metavar=("ROW", "FILE"), help="write a row as a TOML file"
     )
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def tokens(text: str) -> int:
@@ -75,7 +82,9 @@ def run_search(options: argparse.Namespace, rest: Sequence[str], device: Device)
 def _base(options: argparse.Namespace, config: Config) -> Config:
     given = {"model.name": options.model, "model.flavor": options.flavor, "training.seq_len": options.seq_len}
     keys = {key: value for key, value in given.items() if value is not None}
-    return changed(config, {"compile.enable": True, **keys})  # candidates turn it off where it is refused
+    base = changed(config, {"compile.enable": True, **keys})  # candidates turn it off where it is refused
+    resolve(base.model.name, base.model.flavor, base.model.overrides)  # an unknown one is told now
+    return base
 
 
 def describe(config: Config) -> str:

@@ -8,7 +8,8 @@ import argparse
 import csv
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,7 @@ from estimation.profiles import (
 )
 from estimation.reserve import replayed
 from estimation.schedules import Action, Schedule, single_stage, torch_tables
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import SINGLE_STAGE
 from titan_like.models.flavors import ModelConfig, block_parameters
 
@@ -290,19 +292,68 @@ def _megatron(line: int, row: Row) -> list[Score]:
     return scores
 
 
+# Columns of whole numbers above 0, and of measured sizes and rates; either may be empty.
+WHOLE = (
+    "layers", "dim", "heads", "kv_heads", "seq_len", "dp_shard", "dp_replicate", "tp", "pp", "cp", "ep", "micro_bs",
+    "grad_accum",
+)  # fmt: skip
+MEASURED = ("gpu_mem_GiB", "peak_mem_GiB", "resident_mem_GiB", "tokens_per_s_per_gpu")
+WORDS = (
+    "source_url", "framework", "framework_version", "model", "ffn_dim", "vocab", "gpu", "ngpus", "sp", "pp_schedule",
+    "global_bs", "ac", "compile", "precision", "float8", "optimizer", "other_flags", "mem_kind", "complete",
+    "dup_group", "family", "notes",
+)  # fmt: skip
+NEEDED = ("framework", "complete", "layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab", "seq_len")
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Line number and row; what is not there is empty.
+
+    Raises:
+        ConfigError: columns are missing that every row needs.
+    """
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        table = csv.DictReader(file, restval="")
+        if missing := [name for name in NEEDED if name not in (table.fieldnames or ())]:
+            raise ConfigError(f"--csv {path} lacks the columns {', '.join(missing)}; name a CSV of published runs")
+        for line, row in enumerate(table, start=2):
+            row.pop(None, None)  # cells beyond the header's
+            yield line, {**dict.fromkeys((*WHOLE, *MEASURED, *WORDS), ""), **row}
+
+
+@contextmanager
+def usable(row: Row) -> Iterator[None]:
+    """Around what reads a row.
+
+    Raises:
+        NotCovered: a cell is no number, or the numbers do not describe a run.
+    """
+    for name in WHOLE:
+        if row[name] and not (row[name].isascii() and row[name].isdigit() and int(row[name])):
+            raise NotCovered(f"{name} is {row[name]!r}, not a whole number above 0")
+    for name in MEASURED:
+        is_number = re.fullmatch(r"\d*\.?\d+", row[name]) and float(row[name])
+        if row[name] and not is_number and (name, row[name]) != ("peak_mem_GiB", "OOM"):
+            raise NotCovered(f"{name} is {row[name]!r}, not a number above 0")
+    try:
+        yield
+    except (ValueError, ArithmeticError) as error:
+        raise NotCovered(f"its numbers do not describe a run: {str(error).splitlines()[0]}") from error
+
+
 def score_file(path: Path) -> tuple[list[Score], list[tuple[int, str]]]:
     """Scores of all complete rows with memory, and those left out: (line, reason)."""
     scores, left_out = [], []
-    with path.open(newline="") as file:
-        for line, row in enumerate(csv.DictReader(file), start=2):
-            if row["complete"] != "1" or not (row["peak_mem_GiB"] or row["resident_mem_GiB"]):
-                continue
-            try:
-                if "ANALYTICAL" in row["mem_kind"]:
-                    raise NotCovered("a computed, not a measured number")
+    for line, row in read_rows(path):
+        if row["complete"] != "1" or not (row["peak_mem_GiB"] or row["resident_mem_GiB"]):
+            continue
+        try:
+            if "ANALYTICAL" in row["mem_kind"]:
+                raise NotCovered("a computed, not a measured number")
+            with usable(row):
                 scores += score_row(line, row)
-            except NotCovered as reason:
-                left_out.append((line, f"{MEGATRON}: {reason}" if covers(row) else str(reason)))
+        except NotCovered as reason:
+            left_out.append((line, f"{MEGATRON}: {reason}" if covers(row) else str(reason)))
     return scores, left_out
 
 
@@ -368,17 +419,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--output", type=Path, required=True, help="folder for the table and the plot")
     options.add_argument("--what", choices=("memory", "time"), default="memory", help="what is scored")
     chosen = options.parse_args(argv)
-    if not chosen.csv.is_file():
-        print(f"error: --csv {chosen.csv} is no file; name the CSV of published runs", file=sys.stderr)
-        raise SystemExit(2)
-    chosen.output.mkdir(parents=True, exist_ok=True)
-    if chosen.what == "time":
-        _validate_time(chosen.csv, chosen.output)
-        return
-    scores, left_out = score_file(chosen.csv)
-    write_table(chosen.output / "memory.csv", scores)
+    try:
+        if not chosen.csv.is_file():
+            raise ConfigError(f"--csv {chosen.csv} is no file; name the CSV of published runs")
+        chosen.output.mkdir(parents=True, exist_ok=True)
+        (_validate_time if chosen.what == "time" else _validate_memory)(chosen.csv, chosen.output)
+    except OSError as error:
+        print(f"error: --output {chosen.output} cannot be written: {error}; name another folder", file=sys.stderr)
+        raise SystemExit(2) from None
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _validate_memory(path: Path, output: Path) -> None:
+    scores, left_out = score_file(path)
+    write_table(output / "memory.csv", scores)
     points = [(_group(score), score.measured, score.predicted) for score in scores]
-    _plot(chosen.output / "memory.png", points, "GiB")
+    _plot(output / "memory.png", points, "GiB")
     for line, reason in left_out:
         print(f"left out: line {line}: {reason}")
     print(summary(scores, left_out))

@@ -12,7 +12,7 @@ from pathlib import Path
 from estimation.devices import DEVICES, Device
 from estimation.time.step import step_time
 from estimation.time.way import Way
-from estimation.validate import NotCovered, Row, job_of_row
+from estimation.validate import NotCovered, Row, job_of_row, read_rows, usable
 
 GPUS = {
     "H100 SXM (HBM2e 96GB": "h100-96gb-500w", "A100 80GB": "a100-80gb", "H200": "h200", "B200": "b200",
@@ -83,19 +83,19 @@ def score_times(path: Path) -> tuple[list[TimeScore], list[tuple[int, str]]]:
     A run that is listed twice, with two measures of memory, counts once.
     """
     scores, left_out, seen = [], [], set()
-    with path.open(newline="") as file:
-        for line, row in enumerate(csv.DictReader(file), start=2):
-            is_torch = row["framework"].lower().startswith(("torchtitan", "torchtune", "prime-rl"))
-            if not is_torch or not row["tokens_per_s_per_gpu"]:
-                continue
-            run = tuple(value for key, value in row.items() if "mem" not in key and key not in ("other_flags", "notes"))
-            if run in seen:
-                continue
-            try:
+    for line, row in read_rows(path):
+        is_torch = row["framework"].lower().startswith(("torchtitan", "torchtune", "prime-rl"))
+        if not is_torch or not row["tokens_per_s_per_gpu"]:
+            continue
+        run = tuple(value for key, value in row.items() if "mem" not in key and key not in ("other_flags", "notes"))
+        if run in seen:
+            continue
+        try:
+            with usable(row):
                 scores.append(_score(line, row))
-                seen.add(run)
-            except NotCovered as reason:
-                left_out.append((line, str(reason)))
+            seen.add(run)
+        except NotCovered as reason:
+            left_out.append((line, str(reason)))
     return scores, left_out
 
 

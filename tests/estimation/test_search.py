@@ -103,6 +103,8 @@ def test_the_command_prints_draws_and_writes(tmp_path, capsys):
         (["--global_batch_tokens", "6K", "--gpus", "5"], "takes 3 sequences of 2048 tokens per step"),
         (["--global_batch_tokens", "4K", "--device", "h10"], 'device "h10" is unknown; known are a100-40gb'),
         (["--global_batch_tokens", "4K", "--write", "11", "x"], "rows are 1 to 10"),
+        (["--global_batch_tokens", "4K", "--flavor", "9B"], 'model.flavor is "9B"; llama3 has'),
+        (["--global_batch_tokens", "4K", "--gpus", "0"], "'0' is not a whole number above 0"),
         (
             ["--global_batch_tokens", "4K", "--flavor", "8B", "--device_memory", "10"],
             "no composition of llama3 8B fits",

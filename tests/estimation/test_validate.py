@@ -198,3 +198,31 @@ def test_a_missing_file_is_a_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         main(["--csv", str(tmp_path / "none.csv"), "--output", str(tmp_path)])
     assert left.value.code == 2 and "is no file" in capsys.readouterr().err
+
+
+CELLS = ["", "n/a", "0", "-1", "3.5", "?", "unknown", "1e999"]
+
+
+@pytest.mark.parametrize("what", ["memory", "time"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_row_with_an_odd_cell_is_scored_or_left_out_with_a_reason(tmp_path, capsys, cell, what):
+    """Each column in turn, of a row that can be scored."""
+    row = {**LLAMA_8B, "layers": "2", "tokens_per_s_per_gpu": "6000", "ep": "1"}
+    names = [name for name in row if name not in ("complete", "framework")]
+    with (tmp_path / "odd.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        writer.writeheader()
+        writer.writerows({**row, name: cell} for name in names)
+    main(["--csv", str(tmp_path / "odd.csv"), "--output", str(tmp_path), "--what", what])
+    said = capsys.readouterr().out
+    left = {line.split(": ")[1] for line in said.splitlines() if line.startswith("left out")}
+    if cell in ("n/a", "3.5") and what == "memory":
+        assert {f"line {names.index(name) + 2}" for name in ("layers", "tp", "micro_bs", "grad_accum")} <= left
+
+
+def test_a_csv_without_the_columns_is_refused(tmp_path, capsys):
+    path = tmp_path / "other.csv"
+    path.write_text("a,layers\n1,2\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--csv", str(path), "--output", str(tmp_path)])
+    assert stopped.value.code == 2 and "lacks the columns framework, complete, dim" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function  # private, as all below; checked on torch 2.13
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import async_compile, codecache, compile_fx, cpp_builder
+from torch._inductor import async_compile, codecache, compile_fx, cpp_builder, cpu_vec_isa
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensor
@@ -153,7 +153,8 @@ def _without_kernels() -> Iterator[None]:
     with (
         _disable_current_modes(),
         inductor.patch(settings),
-        patch.object(cpp_builder, "is_gcc", lambda: True),  # there may be no compiler
+        patch.object(cpu_vec_isa, "pick_vec_isa", cpu_vec_isa.VecAVX2),  # tries a compiler, of which there may be none
+        patch.multiple(cpp_builder, is_gcc=lambda: True, is_msvc_cl=lambda: False),
         patch.object(async_compile.AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None),
         patch.object(codecache.PyCodeCache, "load_by_key_path", _load),
     ):

@@ -267,14 +267,16 @@ def test_a_compiled_block_keeps_what_the_partitioner_chooses_counted_by_hand() -
 
 
 def test_compiled_blocks_are_traced_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> str:
+    def missing(*_: object) -> str:
         raise InvalidCxxCompiler
 
     config = composition("compile=true layers=1")
-    with_compiler = trace(config, 1, 0, gpu=False)
-    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
-    assert trace(config, 1, 0, gpu=False) == with_compiler
-    assert not any(note.startswith("compilation") for note in with_compiler.not_included)
+    with monkeypatch.context() as patched:
+        patched.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
+        patched.setattr("torch._inductor.cpp_builder.cpp_compiler_search", missing)
+        without = trace(config, 1, 0, gpu=False)
+    assert not any(note.startswith("compilation") for note in without.not_included)
+    assert without == trace(config, 1, 0, gpu=False)
 
 
 def test_a_block_that_cannot_be_compiled_is_traced_as_it_is_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

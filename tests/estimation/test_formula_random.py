@@ -79,33 +79,25 @@ def _float8(draw: random.Random) -> list[str]:
     ]  # fmt: skip
 
 
-COUNT = int(os.environ.get("RANDOM_COMPOSITIONS", "30"))  # about two seconds each, compiled five
+SEEDS = range(int(os.environ.get("RANDOM_COMPOSITIONS", "20")))  # about two seconds each, compiled five
 
 
-@pytest.mark.timeout(0)
-def test_random_compositions_agree() -> None:
-    wrong = []
-    for seed in range(COUNT):
-        draw = random.Random(seed)
-        config, world_size = random_config(draw)
-        wrong += disagreements(seed, draw, config, world_size, 0.03)
-    assert not wrong, wrong
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_composition_agrees(seed: int) -> None:
+    draw = random.Random(seed)
+    config, world_size = random_config(draw)
+    assert not disagreement(draw, config, world_size, 0.03)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(0)
-def test_random_compiled_compositions_agree() -> None:
-    wrong, compiled = [], 0
-    for seed in range(COUNT):
-        draw = random.Random(seed)
-        config, world_size = random_config(draw)
-        config = with_compiled_blocks(config)
-        if config.float8.enable or problems(config, world_size):
-            continue
-        compiled += 1
-        wrong += disagreements(seed, draw, config, world_size, 0.08)
-    assert not wrong, wrong
-    assert compiled > COUNT / 5
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_compiled_composition_agrees(seed: int) -> None:
+    draw = random.Random(seed)
+    config, world_size = random_config(draw)
+    config = with_compiled_blocks(config)
+    if config.float8.enable or problems(config, world_size):
+        pytest.skip("blocks of this composition are not compiled, or in float8")
+    assert not disagreement(draw, config, world_size, 0.08)
 
 
 def with_compiled_blocks(config: Config) -> Config:
@@ -114,18 +106,17 @@ def with_compiled_blocks(config: Config) -> Config:
     return config.model_copy(update={"compile": section})
 
 
-def disagreements(
-    seed: int, draw: random.Random, config: Config, world_size: int, allowed: float
-) -> list[tuple[object, ...]]:
+def disagreement(draw: random.Random, config: Config, world_size: int, allowed: float) -> str:
     """What is wrong on one rank, if anything."""
     is_gpu = draw.random() < 0.5
     is_wide = config.compile.enable and config.training.mixed_precision_param == "float32"
     if is_gpu and is_wide and config.data.reset_attention_mask:
-        return []
+        pytest.skip("in fp32 with documents the trace of compiled blocks writes the mask out for every head")
     memory = draw.choice(memory_of(job_of(config, world_size, TITAN_LIKE if is_gpu else TITAN_LIKE_CPU)))
     formula = memory.report()
     traced = trace(config, world_size, formula.rank, gpu=is_gpu)
     error = formula.peak_bytes / traced.peak_bytes - 1
     if formula.resident == traced.resident and abs(error) <= allowed:
-        return []
-    return [(seed, world_size, is_gpu, f"{error:+.1%}", formula.resident == traced.resident)]
+        return ""
+    resident = "equal" if formula.resident == traced.resident else "different"
+    return f"{world_size} ranks, {'GPU' if is_gpu else 'CPU'} kernels: peak {error:+.1%}, resident {resident}"

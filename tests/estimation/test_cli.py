@@ -142,3 +142,10 @@ def test_a_known_device_with_another_memory(capsys):
 def test_a_missing_world_size_is_a_usage_error(capsys):
     code, _, err = run(capsys, "--world_size", "0")
     assert code == 2 and "whole number above 0" in err
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_float8_in_compiled_blocks_is_told_to_be_counted_uncompiled(capsys, compiled):
+    argv = ["--model.flavor", "8B", "--float8.enable", f"--compile.enable={str(compiled).lower()}"]
+    said = run(capsys, "--world_size", "8", *argv)[1]
+    assert ("casts: they are counted as uncompiled" in said) == compiled

@@ -24,7 +24,7 @@ from titan_like.data.dataset import BlendedDataset, TokenDataset
 from titan_like.data.indexed import IndexedWriter
 from titan_like.data.loader import BatchSource
 from titan_like.data.order import SampleOrder
-from titan_like.models.documents import attend_within_documents, dense_mask, document_bounds
+from titan_like.models.documents import Documents, attend_within_documents, dense_mask, document_bounds
 from titan_like.trainer import Trainer
 
 SEQ_LEN, BATCH, MEAN_DOCUMENT, EOD = 2048, 8, 1000, 0
@@ -65,7 +65,7 @@ def reading(prefix: Path, rounds: int) -> None:
     """Every case's rate, and its ratio to Megatron's rate of the same round."""
     turns: dict[str, Turn] = {}
     for case in CASES:
-        turns[f"ours, {case}"] = our_turn(prefix, boundaries=case != "plain")
+        turns[f"ours, {case}"] = our_turn(prefix, case)
         if (peer := megatron_turn(prefix, case)) is not None:
             turns[f"megatron-core, {case}"] = peer
     rates: dict[str, list[float]] = {name: [] for name in turns}
@@ -86,9 +86,9 @@ def reading(prefix: Path, rounds: int) -> None:
             print(f"ours / megatron-core, {case}: {statistics.median(ratios):.1f}")
 
 
-def our_turn(prefix: Path, boundaries: bool, batches: int = 100) -> Turn:
-    """Whole batches as the training step gets them: labels, positions and document starts included."""
-    source = make_source(TokenDataset([prefix], SEQ_LEN, seed=0, documents=boundaries), boundaries)
+def our_turn(prefix: Path, case: str, batches: int = 100) -> Turn:
+    """Whole batches as the training step gets them: labels, positions and what is said of documents included."""
+    source = make_source(TokenDataset([prefix], SEQ_LEN, seed=0, documents=case != "plain"), case)
 
     def read() -> None:
         for _ in range(batches):
@@ -97,10 +97,11 @@ def our_turn(prefix: Path, boundaries: bool, batches: int = 100) -> Turn:
     return timed(read, batches)
 
 
-def make_source(dataset: TokenDataset | BlendedDataset, boundaries: bool) -> BatchSource:
+def make_source(dataset: TokenDataset | BlendedDataset, case: str) -> BatchSource:
     return BatchSource(
         dataset, local_batch_size=BATCH, global_batch_size=BATCH, dp_rank=0, dp_size=1,
-        reset_attention_mask=boundaries, reset_position_ids=boundaries, vocab_size=4096,
+        reset_position_ids=case != "plain", eod_mask_loss=case != "plain",
+        reset_attention_mask=case == "document masks", vocab_size=4096,
     )  # fmt: skip
 
 
@@ -157,7 +158,7 @@ def resume_seconds(prefix: Path) -> float:
             writer.add_document([1, 2, 3, EOD])
     started = time.perf_counter()
     parts = [TokenDataset([f"{prefix}-large"], SEQ_LEN, seed, documents=True) for seed in (0, 1)]
-    source = make_source(BlendedDataset(parts, [0.7, 0.3]), boundaries=True)
+    source = make_source(BlendedDataset(parts, [0.7, 0.3]), "document masks")
     source.load_state_dict({"consumed_samples": 10**9})
     source.next_step()
     return time.perf_counter() - started
@@ -199,7 +200,7 @@ def attention_ratio(mean: int, rows: int = 1, heads: int = 4, head_dim: int = 64
     begins = np.unique(np.append(0, np.cumsum(rng.exponential(mean, SEQ_LEN // mean * 3 + 3).astype(int) + 1)))
     begins = begins[begins < SEQ_LEN]
     starts = torch.from_numpy(np.repeat(begins, np.diff(np.append(begins, SEQ_LEN)))).expand(rows, SEQ_LEN)
-    bounds = document_bounds(starts)
+    bounds, longest = document_bounds(Documents(starts, rows * len(begins), SEQ_LEN))
     mask = dense_mask(bounds, rows, SEQ_LEN)
     q, k, v = (torch.randn(rows, heads, SEQ_LEN, head_dim, requires_grad=True) for _ in range(3))
 
@@ -212,7 +213,7 @@ def attention_ratio(mean: int, rows: int = 1, heads: int = 4, head_dim: int = 64
         return min(found)
 
     dense = seconds(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
-    return dense / seconds(lambda: attend_within_documents(q, k, v, bounds))
+    return dense / seconds(lambda: attend_within_documents(q, k, v, bounds, longest))
 
 
 if __name__ == "__main__":

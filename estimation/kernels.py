@@ -37,7 +37,6 @@ def composites() -> dict[Any, Callable[..., Any]]:
     return {
         operators.ring_attention.default: context.ring_attention._init_fn,
         operators.ring_attention_backward.default: context.ring_attention_backward._init_fn,
-        operators.document_bounds.default: lambda starts: starts.new_empty(starts.shape[0] + 1, dtype=torch.int32),
         operators.document_attention.default: lambda q, k, v, bounds: documents.document_attention._init_fn(
             q, k, v, Rows(q)
         ),
@@ -75,9 +74,9 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = No
     return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
 
 
-def _gpu_documents(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+def _gpu_documents(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
     if q.dtype in (torch.bfloat16, torch.float16):
-        return documents._variable_length(q, k, v, bounds)
+        return documents._variable_length(q, k, v, bounds, longest)
     return gpu_attention(q, k, v, documents.dense_mask(bounds, q.shape[0], q.shape[2]))
 
 

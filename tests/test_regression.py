@@ -124,7 +124,7 @@ def waits(line: str) -> int:
 MEASURES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "peak_bytes": (peak_bytes, ALONE),
     "collectives": (collectives, TOGETHER),
-    "waits": (waits, ("", "recompute=full", "dtype=bfloat16", "global=8")),
+    "waits": (waits, ("", "recompute=full", "dtype=bfloat16", "global=8", "documents=true")),
 }
 COMPILE = torch.compile
 
@@ -152,7 +152,8 @@ def batch_of(config: Config) -> Batch:
     """All labels count; documents, where they are kept apart, have 8 tokens."""
     index = torch.arange(config.training.seq_len).repeat(config.training.local_batch_size, 1)
     tokens = index % 64
-    return Batch(tokens, tokens, index, index // 8 * 8 if config.data.reset_attention_mask else None)
+    starts = index // 8 * 8 if config.data.reset_attention_mask else None
+    return Batch(tokens, tokens, index, starts, lengths=((8,) * (config.training.seq_len // 8),) * len(index))
 
 
 def shape_of(config: Config) -> Any:

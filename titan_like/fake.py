@@ -90,9 +90,10 @@ def train(model: ParallelModel, config: Config, steps: int, on_start: Callable[[
 
 def zeros(config: Config) -> Batch:
     """A micro-batch in which each row is one document."""
-    shape = (config.training.local_batch_size, config.training.seq_len)
-    tensors = [torch.zeros(shape, dtype=torch.int64) for _ in range(3 + config.data.reset_attention_mask)]
-    return Batch(*tensors)
+    rows, columns = config.training.local_batch_size, config.training.seq_len
+    tokens, labels, positions = (torch.zeros(rows, columns, dtype=torch.int64) for _ in range(3))
+    starts = torch.zeros_like(tokens) if config.data.reset_attention_mask else None
+    return Batch(tokens, labels, positions, starts, lengths=((columns,),) * rows)
 
 
 def describe_world(shape: ModelConfig, config: Config, mesh: Mesh) -> None:

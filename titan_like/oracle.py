@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,6 +31,7 @@ from titan_like.config import Config
 from titan_like.data.loader import Batch
 from titan_like.loss import IGNORED
 from titan_like.models.decoder import Decoder
+from titan_like.models.documents import document_lengths
 from titan_like.models.flavors import ModelConfig, resolve
 from titan_like.parallel.apply import build_model
 from titan_like.parallel.distributed import close_process_group, init_process_group
@@ -165,9 +166,9 @@ class _Reference:
         count = (batch.labels != IGNORED).sum()
         for first in range(0, len(batch.tokens), self._rows or len(batch.tokens)):
             rows = slice(first, first + self._rows if self._rows else None)
-            starts = None if batch.starts is None else batch.starts[rows]
-            logits = self._model(batch.tokens[rows], batch.positions[rows], starts).flatten(0, 1).double()
-            labels = batch.labels[rows].flatten()
+            part = rows_of(batch, rows)
+            logits = self._model(part.tokens, part.positions, part.documents()).flatten(0, 1).double()
+            labels = part.labels.flatten()
             log_z = logits.logsumexp(1)[labels != IGNORED]
             yield (F.cross_entropy(logits, labels, reduction="sum") + z_loss * log_z.square().sum()) / count
 
@@ -222,15 +223,21 @@ def make_batch(shape: ModelConfig, config: Config, mesh: Mesh, step: int) -> Bat
     begins = torch.rand(rows, columns, generator=generator) < 0.12
     starts = torch.where(begins, index, 0).cummax(1).values
     positions = index - starts if config.data.reset_position_ids else index.clone()
-    return Batch(tokens[:, :-1].contiguous(), labels, positions, starts if config.data.reset_attention_mask else None)
+    batch = Batch(tokens[:, :-1].contiguous(), labels, positions)
+    if not config.data.reset_attention_mask:
+        return batch
+    return replace(batch, starts=starts, lengths=document_lengths(starts))
 
 
 def local_rows(batch: Batch, config: Config, mesh: Mesh) -> list[Batch]:
     """This rank's micro-batches, in the order of data/loader.py."""
     size, readers = config.training.local_batch_size, mesh.degree("dp_replicate", "dp_shard")
     firsts = range(mesh.batch_rank * size, len(batch.tokens), readers * size)
-    pieces = [[t if t is None else t[first : first + size] for t in vars(batch).values()] for first in firsts]
-    return [Batch(*piece) for piece in pieces]  # type: ignore[arg-type]
+    return [rows_of(batch, slice(first, first + size)) for first in firsts]
+
+
+def rows_of(batch: Batch, rows: slice) -> Batch:
+    return replace(batch, **{name: value[rows] for name, value in vars(batch).items() if value is not None})
 
 
 def _full(model: ParallelModel, attribute: str) -> dict[str, Tensor]:

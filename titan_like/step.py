@@ -17,7 +17,7 @@ from titan_like.optim.optimizer import update
 from titan_like.parallel.mesh import Mesh
 from titan_like.parallel.model import ParallelModel
 
-# A dataclass with tokens, labels and positions (B, S) int64, and starts (B, S) int64 or None; see data/loader.py.
+# A dataclass with tokens, labels and positions (B, S) int64, and a method documents(); see data/loader.py.
 Batch = Any
 
 
@@ -44,7 +44,7 @@ def training_step(
     """One optimizer step on this rank's micro-batches of the global batch.
 
     Returns its result on the device, (4,) fp64, for `read_results`: the step itself does not wait for the device, but
-    for document masks (models/documents.py) and in optimizers that are not fused (optim/optimizer.py).
+    in optimizers that are not fused (optim/optimizer.py).
     """
     results = compute_gradients(model, batches, max_norm)
     _, norm, valid_labels = results.unbind()

@@ -59,7 +59,7 @@ def attend_through_dense_mask() -> None:
     """What packed documents cost with the kernel for any mask: one mask per batch, shared by all layers."""
     mask = lru_cache(maxsize=1)(dense_mask)
 
-    def attend(q: Any, k: Any, v: Any, bounds: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, bounds: Any, longest: int) -> Any:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(bounds, q.shape[0], q.shape[2]))
 
     decoder.attend_within_documents = attend

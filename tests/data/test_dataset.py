@@ -165,7 +165,7 @@ def test_r064_all_fields_of_unaligned_documents_survive_a_resume(tmp_path, worke
         return made
 
     def fields(step):
-        return [[t.tolist() for t in (b.tokens, b.labels, b.positions, b.starts)] for b in step]
+        return [[t.tolist() for t in (b.tokens, b.labels, b.positions, b.starts)] + [b.lengths] for b in step]
 
     straight = source(0, 0)
     expected = [fields(straight.next_step()) for _ in range(8)]

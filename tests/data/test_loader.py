@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from titan_like.config.errors import ConfigError
-from titan_like.data.loader import BatchSource, evaluation_batches
+from titan_like.data.loader import Batch, BatchSource, evaluation_batches
 
 
 class Numbered:
@@ -76,8 +76,16 @@ def test_r012_r013_masks_are_chosen_apart(mask, positions, eod):
     assert batch.labels.tolist() == [[2, 0, -100, 6, 0, -100] if mask or eod else [2, 0, 5, 6, 0, 7]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2] if positions else [0, 1, 2, 3, 4, 5]]
     assert (batch.starts is not None) == mask and (not mask or batch.starts.tolist() == [[0, 0, 0, 3, 3, 3]])
+    assert batch.lengths == (((3, 3),) if mask else ()) and (batch.documents() is not None) == mask
     (evaluated,) = evaluation_batches(Documents(), 1, 1, 0, 1, mask, positions, eod)
     assert evaluated.labels.tolist() == batch.labels.tolist()
+
+
+def test_what_a_batch_tells_of_its_documents() -> None:
+    lengths = ((2, 1, 3), (6,), (1, 5), (1, 1, 1, 3))
+    batch = Batch(*(torch.zeros(4, 6, dtype=torch.int64),) * 4, lengths=lengths)
+    for rows, most in ((None, 10), (2, 6), (1, 4)):  # documents: 3 + 1 + 2 + 4, 3 + 1 or 2 + 4, one of them
+        assert batch.documents(rows)[1:] == (most, 6)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

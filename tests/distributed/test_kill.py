@@ -17,10 +17,10 @@ from tests.checkpoint.test_two_processes import exact, train
 from tests.tiny_run import arguments, write_corpus
 from titan_like.checkpoint import commit
 
-STEPS = 40
+STEPS = 100
 SETTINGS: dict[str, Any] = {
     "training__steps": STEPS, "checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__resume": "auto",
-    "comm__init_timeout_seconds": 20,  # for one whose peer is killed before it has joined
+    "comm__init_timeout_seconds": 10,  # for one whose peer is killed before it has joined
 }  # fmt: skip
 pytestmark = pytest.mark.distributed
 
@@ -85,7 +85,7 @@ def kill(folder: Path, wanted: int, per_run: int) -> Killer:
     straight = folder / "straight"
     started = time.monotonic()
     assert ranks.run(2, train, arguments(straight, **SETTINGS), output=folder / "out") == [0, 0]
-    killer = Killer(folder, seed=0, longest=0.7 * (time.monotonic() - started))
+    killer = Killer(folder, seed=0, longest=0.35 * (time.monotonic() - started))
     expected = exact(straight)
     assert [line["step"] for line in expected] == list(range(1, STEPS + 1))
     for number in count():
@@ -106,5 +106,5 @@ def test_six_kills(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_fifty_kills(tmp_path: Path) -> None:
-    killer = kill(tmp_path, wanted=50, per_run=6)
+    killer = kill(tmp_path, wanted=50, per_run=10)
     assert killer.while_saving >= 20

@@ -14,7 +14,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_like.config.errors import ConfigError
+from titan_like.models.documents import Documents, document_lengths
 
 IGNORED_LABEL = -100
 Read = tuple[Tensor, Tensor] | ConfigError  # the ids of a micro-batch's samples and its rows, or why it has none
@@ -46,7 +47,7 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one data-parallel rank; all int64, on one device."""
+    """One micro-batch of one data-parallel rank; tensors are int64, on one device."""
 
     tokens: Tensor  # (B, S)
     labels: Tensor  # (B, S), labels[:, i] is the token after tokens[:, i]; IGNORED_LABEL never counts
@@ -54,6 +55,15 @@ class Batch:
     starts: Tensor | None = (
         None  # (B, S), index in the row of the first token of each token's document; None: row = document
     )
+    lengths: tuple[tuple[int, ...], ...] = ()  # with `starts`: the tokens of each document of each row
+
+    def documents(self, rows: int | None = None) -> Documents | None:
+        """What the model needs to keep documents apart, in all rows or in any micro-batch of so many `rows`."""
+        if self.starts is None:
+            return None
+        size = rows or len(self.lengths)
+        parts = [self.lengths[first : first + size] for first in range(0, len(self.lengths), size)]
+        return Documents(self.starts, max(sum(map(len, part)) for part in parts), max(map(max, self.lengths)))
 
 
 class BatchSource:
@@ -282,17 +292,19 @@ def _to_batch(
     rows: Tensor, device: torch.device, reset_attention_mask: bool, reset_position_ids: bool, eod_mask_loss: bool
 ) -> Batch:
     """rows: (B, S+1) tokens, or (B, 2, S+1) tokens and document starts."""
-    rows = rows.to(device, non_blocking=True)
-    tokens = rows if rows.ndim == 2 else rows[:, 0]
+    moved = rows.to(device, non_blocking=True)
+    tokens = moved if rows.ndim == 2 else moved[:, 0]
     labels = tokens[:, 1:].contiguous()
     positions = torch.arange(labels.shape[1], device=device).repeat(labels.shape[0], 1)
-    starts = None
     if reset_attention_mask or reset_position_ids or eod_mask_loss:
         if rows.ndim == 2:
             raise ValueError("to keep documents apart, a dataset must say where they start: rows (B, 2, S+1)")
-        next_starts, starts = rows[:, 1, 1:], rows[:, 1, :-1].contiguous()
+        next_starts, starts = moved[:, 1, 1:], moved[:, 1, :-1].contiguous()
         if reset_attention_mask or eod_mask_loss:
             labels.masked_fill_(next_starts != starts, IGNORED_LABEL)
         if reset_position_ids:
             positions -= starts
-    return Batch(tokens[:, :-1].contiguous(), labels, positions, starts if reset_attention_mask else None)
+    batch = Batch(tokens[:, :-1].contiguous(), labels, positions)
+    if not reset_attention_mask:
+        return batch
+    return replace(batch, starts=starts, lengths=document_lengths(rows[:, 1, :-1]))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_like.models.documents import attend_within_documents, document_bounds
+from titan_like.models.documents import Bounds, Documents, attend_within_documents, document_bounds
 from titan_like.models.flavors import ModelConfig
 
 
@@ -45,12 +45,12 @@ class CausalAttention(nn.Module):
         q: Tensor,  # (B, N, S, H)
         k: Tensor,  # (B, K, S, H)
         v: Tensor,  # (B, K, S, H)
-        mask: Tensor | None,  # bounds of the documents, see models/documents.py; None: a row is one document
+        mask: Bounds | None,  # see models/documents.py; None: a row is one document
     ) -> Tensor:  # (B, N, S, H)
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         if mask is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return attend_within_documents(q, k, v, mask)
+        return attend_within_documents(q, k, v, *mask)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.inner: nn.Module = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:  # x: (B, S, D)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Bounds | Tensor | None) -> Tensor:  # x: (B, S, D)
         # -1, not n_heads: under tensor parallelism each rank holds a part of the heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
@@ -117,7 +117,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Bounds | Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -169,21 +169,21 @@ class Decoder(nn.Module):
         if not last:
             self.norm = self.output = None
 
-    def attention_mask(self, starts: Tensor) -> Tensor:  # (B, S) int64 -> (documents + 1,) int32
+    def attention_mask(self, documents: Documents) -> Bounds | Tensor:
         """What keeps documents apart in every block. Context parallelism replaces this, and the attention with it."""
-        return document_bounds(starts)
+        return document_bounds(documents)
 
     def forward(
         self,
         x: Tensor,  # tokens (B, S) int64 in the first stage, else hidden states (B, S, D)
         positions: Tensor,  # (B, S) int64: the rotary position of each token
-        starts: Tensor | None = None,  # (B, S) int64: see document_bounds; None: a row is one document
+        documents: Documents | None = None,  # of rows of (B, S); None: a row is one document
         labels: Tensor | None = None,  # (B, S) int64: the last stage returns their loss instead of logits
         factors: Tensor | None = None,  # broadcasts to (B, S): of the labels' losses; None: 1
     ) -> Tensor:  # logits (B, S, V) or loss () in the last stage, else hidden states (B, S, D)
         angles = positions[..., None, None] * rope_frequencies(self.config, positions.device)
         cos, sin = angles.cos(), angles.sin()
-        mask = None if starts is None else self.attention_mask(starts)
+        mask = None if documents is None else self.attention_mask(documents)
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         for layer in self.layers.values():
             h = layer(h, cos, sin, mask)

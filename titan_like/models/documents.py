@@ -1,13 +1,16 @@
 """Attention inside the documents of packed rows, without computing what a mask would hide.
 
-Documents are told by `bounds`, (documents + 1,) int32: where each one begins in the B rows laid end to end, then B x S
+Documents are told by `bounds`, (number + 1,) int32: where each one begins in the B rows laid end to end, then B x S
 (`cu_seqlens` in the words of the GPU kernels). A document never reaches over the end of its row. On the CPU each
 document is one call of the flash kernel; on GPUs all are one call of the variable-length kernel.
+
+Shapes and kernel launches hang on how many documents there are and how long the longest is. The host is told both with
+the batch: to find them on the device would be to wait for it.
 """
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,34 +20,42 @@ _forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.def
 _backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-# Operators of their own, because their loops and shapes depend on the data: compiled blocks, recompute policies and
-# fake tensors see one operation each.
-@torch.library.custom_op("titan_like::document_bounds", mutates_args=())
-def document_bounds(
-    starts: Tensor,  # (B, S) int64: the index in the row of the first token of each token's document
-) -> Tensor:  # (documents + 1,) int32
-    """Where documents begin. One wait for the device per call; fake tensors get the longest result there can be."""
-    index = torch.arange(starts.shape[1], device=starts.device)
-    begins = (starts == index).flatten().nonzero().flatten()
-    return torch.cat([begins, begins.new_tensor([starts.numel()])]).int()
+class Documents(NamedTuple):
+    """The documents of packed rows. The numbers may be too high, never too low."""
+
+    starts: Tensor  # (B, S) int64: the index in the row of the first token of each token's document
+    number: int  # of documents in all rows
+    longest: int  # tokens of the longest document
 
 
-@document_bounds.register_fake
-def _(starts: Tensor) -> Tensor:
-    return starts.new_empty(starts.numel() + 1, dtype=torch.int32)
+Bounds = tuple[Tensor, int]  # bounds, (number + 1,) int32, and the tokens of the longest document
+
+
+def document_bounds(documents: Documents) -> Bounds:
+    """Where documents begin. Those that `number` has too many are empty ones at the end."""
+    starts = documents.starts
+    begins = (starts == torch.arange(starts.shape[1], device=starts.device)).flatten()
+    bounds = begins.nonzero_static(size=documents.number + 1, fill_value=begins.numel()).flatten()
+    return bounds.int(), documents.longest
+
+
+def document_lengths(starts: Tensor) -> tuple[tuple[int, ...], ...]:  # (B, S) int64, on the CPU
+    """The tokens of each document of each row."""
+    return tuple(tuple(row.unique_consecutive(return_counts=True)[1].tolist()) for row in starts)
 
 
 def attend_within_documents(
     q: Tensor,  # (B, N, S, H)
     k: Tensor,  # (B, N, S, H)
     v: Tensor,  # (B, N, S, H)
-    bounds: Tensor,  # (documents + 1,) int32
+    bounds: Tensor,  # (number + 1,) int32
+    longest: int,  # tokens of the longest document, or more
 ) -> Tensor:  # (B, N, S, H)
     """Block-diagonal causal attention. GPUs have kernels for 16-bit numbers only; others take a dense mask there."""
     if q.device.type == "cpu":
         return torch.ops.titan_like.document_attention(q, k, v, bounds)[0]
     if q.dtype in (torch.bfloat16, torch.float16):
-        return _variable_length(q, k, v, bounds)
+        return _variable_length(q, k, v, bounds, longest)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(bounds, q.shape[0], q.shape[2]))
 
 
@@ -55,15 +66,17 @@ def dense_mask(bounds: Tensor, rows: int, seq_len: int) -> Tensor:  # (B, 1, S, 
     return (document[:, :, None] == document[:, None, :]).tril()[:, None]
 
 
-def _variable_length(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+def _variable_length(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     rows, _, seq_len, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B x S, N, H)
-    out = varlen_attn(q, k, v, bounds, bounds, seq_len, seq_len, window_size=(-1, 0))
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0))
     return out.unflatten(0, (rows, seq_len)).transpose(1, 2)  # type: ignore[union-attr]
 
 
+# Operators of their own, because their loops depend on the data: compiled blocks, recompute policies and fake tensors
+# see one operation each.
 @torch.library.custom_op("titan_like::document_attention", mutates_args=(), device_types="cpu")
 def document_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     """(B, N, S, H) each, bounds -> output (B, N, S, H), logsumexp (B, N, S)."""
@@ -117,7 +130,8 @@ def _empty_lse(q: Tensor) -> Tensor:
 
 
 def _places(bounds: Tensor, seq_len: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Each document's place in (B, N, S, ...) tensors."""
+    """Each document's place in (B, N, S, ...) tensors, but for the empty ones."""
     for begin, end in pairwise(bounds.tolist()):
         row, first = divmod(begin, seq_len)
-        yield slice(row, row + 1), slice(None), slice(first, first + end - begin)
+        if begin < end:
+            yield slice(row, row + 1), slice(None), slice(first, first + end - begin)

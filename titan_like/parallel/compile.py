@@ -11,6 +11,9 @@ from titan_like.models.decoder import Decoder
 
 def compile_blocks(model: Decoder) -> None:
     """Compile each block's forward. FSDP's hooks stay outside, parameter names stay as they are."""
+    # The longest document may be the same for many steps, and would be compiled in as a constant: an argument of
+    # Block.forward, of any arguments where recompute has wrapped the block.
+    torch.compiler.config.dynamic_sources = "L['mask'][1], L['args'][3][1]"
     for block in model.layers.values():
         block.forward = torch.compile(block.forward, fullgraph=True)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models.decoder import Attention, Decoder, document_mask, repeat_heads
+from titan_like.models.documents import Documents
 
 # Renamed in torch 2.13; 2.11 has the second name only.
 _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
@@ -43,11 +44,12 @@ def apply_context_parallel(
     for block in model.layers.values():
         cast(Attention, block.attention).inner = kind(mesh.get_group())
     index_of = partial(local_index, seq_len, degree, load_balance=load_balance)
-    query_index = index_of(rank)
-    key_index = torch.cat([index_of(other) for other in range(degree)])  # the order in which keys are gathered
+    query_index = index_of(rank).to(mesh.device_type)  # once: a copy to the device in a step would wait for it
+    # The order in which keys are gathered.
+    key_index = torch.cat([index_of(other) for other in range(degree)]).to(mesh.device_type)
 
-    def attention_mask(starts: Tensor) -> Tensor:  # (B, S / cp) -> (B, 1, S / cp, S)
-        return document_mask(starts, query_index.to(starts.device), key_index.to(starts.device))
+    def attention_mask(documents: Documents) -> Tensor:  # of rows of (B, S / cp) -> (B, 1, S / cp, S)
+        return document_mask(documents.starts, query_index, key_index)
 
     model.attention_mask = attention_mask  # type: ignore[method-assign]
     # Globals of torch: all models of a process share them.

@@ -46,13 +46,13 @@ class ParallelModel:
                 yield canonical_name(name, self.config), parameter
 
     def local_batch(self, batch: Any) -> Any:
-        """This rank's part of every sequence of a micro-batch (a dataclass of (B, S) tensors)."""
+        """This rank's part of every sequence of a micro-batch (a dataclass, all tensors of which are (B, S))."""
         if self.sequence_index is None:
             return batch
         cut = {
             field.name: value[:, self.sequence_index].contiguous()
             for field in dataclasses.fields(batch)
-            if (value := getattr(batch, field.name)) is not None
+            if isinstance(value := getattr(batch, field.name), Tensor)
         }
         return dataclasses.replace(batch, **cut)
 
@@ -65,7 +65,7 @@ class ParallelModel:
         if self.reduces_once and isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
         with record_function("forward"):
-            loss = model(batch.tokens, batch.positions, batch.starts, batch.labels, scale)
+            loss = model(batch.tokens, batch.positions, batch.documents(), batch.labels, scale)
         with record_function("backward"):
             loss.backward()
         return loss.detach()
@@ -74,7 +74,7 @@ class ParallelModel:
         """Summed loss without gradients, 0 on ranks without the last stage."""
         if self.pipeline is not None:
             return self.pipeline.forward(batch)
-        return self.parts[0](batch.tokens, batch.positions, batch.starts, batch.labels)
+        return self.parts[0](batch.tokens, batch.positions, batch.documents(), batch.labels)
 
     def reshard(self) -> None:
         """Leave each rank its shards only. What FSDP keeps gathered after a forward, it gives up after the backward;

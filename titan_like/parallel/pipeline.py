@@ -101,8 +101,9 @@ class Pipeline:
         losses: list[Tensor] = []
         arguments = (batch.tokens,) if self.has_first else ()
         keywords: dict[str, Any] = {"positions": batch.positions}
-        if batch.starts is not None:
-            keywords["starts"] = batch.starts
+        documents = batch.documents(self._config.parallelism.pipeline_parallel_microbatch_size)
+        if documents is not None:
+            keywords["documents"] = documents  # torch cuts the tensor in it, and repeats the numbers
         if self.has_last:
             keywords |= {"labels": batch.labels, "target": batch.labels, "losses": losses}
             if scale is not None:

@@ -42,6 +42,8 @@ from titan_like.data.indexed import IndexedWriter  # noqa: E402
 OURS, RECOMPUTE, DENSE = "titan_like", "titan_like, recompute", "titan_like, dense mask"
 BARE = ("bare", "bare, chunked loss")
 PEERS = ("transformers", "litgpt", "torchtitan", "torchtitan, no recompute")
+EAGER = ", eager"  # of a contender's name: uncompiled beside those that are compiled
+EAGER_PEERS = tuple(f"{who}{EAGER}" for who in PEERS if who != "torchtitan")
 PACKAGES = ("torch", "transformers", "accelerate", "litgpt", "lightning", "torchtitan")
 START_SECONDS, TURN_SECONDS = 600, 300  # limits
 MEAN_DOCUMENT = 200  # tokens
@@ -61,13 +63,13 @@ class Mode:
 
 MODES = {
     "eager": Mode((OURS, RECOMPUTE, *BARE, *PEERS)),
-    "compiled": Mode((OURS, *BARE, "torchtitan, no recompute"), compiled=True),
+    "compiled": Mode((OURS, *BARE, "torchtitan, no recompute", *EAGER_PEERS), compiled=True),
     "packed": Mode((OURS, DENSE), packed=True),
     "fsdp2": Mode((OURS, RECOMPUTE, *BARE, *PEERS), processes=2),
     "compiled packed": Mode((OURS, DENSE), compiled=True, packed=True),
     "compiled fsdp2": Mode((OURS, *BARE), processes=2, compiled=True),
 }
-DEFAULT_MODES = ("eager", "compiled", "packed", "fsdp2")  # together less than 12 minutes
+DEFAULT_MODES = ("eager", "compiled", "packed", "fsdp2")  # together less than 14 minutes
 
 
 @dataclass
@@ -186,7 +188,7 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Resu
     running: dict[str, Contender] = {}
     try:
         for who, result in results.items():
-            python = args.peers_python if who in PEERS else sys.executable
+            python = args.peers_python if who.removesuffix(EAGER) in PEERS else sys.executable
             starts = 1 if mode.compiled else args.starts
             with reason_into(result):
                 running[who] = start(who, starts, make, python, result)
@@ -238,16 +240,18 @@ def task_maker(mode: Mode, folder: Path, args: argparse.Namespace) -> Callable[[
         shape, seq_len = {"dim": 32, "n_layers": 2, "n_heads": 2, "ffn_dim": 64, "vocab_size": 128}, 128
     common = {
         "shape": shape, "seq_len": seq_len, "batch": 4, "warmup": 2, "turn": args.steps, "turns": args.rounds,
-        "processes": mode.processes, "compiled": mode.compiled, "packed": mode.packed, "lr": 3e-4,
+        "processes": mode.processes, "packed": mode.packed, "lr": 3e-4,
         "corpus": f"{folder}/corpus", "rows": f"{folder}/rows.npy",
     }  # fmt: skip
-    needed = Task(contender="", folder="", **common).steps * 4
+    needed = Task(contender="", folder="", compiled=mode.compiled, **common).steps * 4
     write_corpus(Path(common["corpus"]), shape["vocab_size"], 2 * needed * seq_len)
     dataset = TokenDataset([common["corpus"]], seq_len, seed=0)
     np.save(common["rows"], np.stack([dataset[k] for k in range(needed)]))
 
     def make(who: str, number: int) -> Task:
-        return Task(contender=who, folder=f"{folder}/{who}/{number}".replace(", ", "_").replace(" ", "_"), **common)
+        place = f"{folder}/{who}/{number}".replace(", ", "_").replace(" ", "_")
+        is_compiled = mode.compiled and not who.endswith(EAGER)
+        return Task(contender=who.removesuffix(EAGER), folder=place, compiled=is_compiled, **common)
 
     return make
 
@@ -362,17 +366,13 @@ def summary(results: dict[str, dict[str, Result]]) -> str:
             continue
         bare = {who: result for who, result in ran.items() if who in BARE}
         rivals = {who: result for who, result in ran.items() if who in (*PEERS, DENSE)}
-        if bare:
-            best = max(bare, key=lambda who: statistics.median(bare[who].tokens_per_cpu_second))
-            rivals = {f"best bare loop ({best})": bare[best], **rivals}
+        eager = {who: result for who, result in ran.items() if who in EAGER_PEERS}
+        for title, group in (("bare loop", bare), ("eager peer", eager)):
+            if group:
+                best = max(group, key=lambda who: statistics.median(group[who].tokens_per_cpu_second))
+                rivals = {f"best {title} ({best.removesuffix(EAGER)})": group[best], **rivals}
         each = [f"{who} {statistics.median(ratios(ran[OURS], result)):.2f}" for who, result in rivals.items()]
         parts.append(f"{name}: {', '.join(each) or 'n/a'}")
-    eager = {who: r for who, r in results.get("eager", {}).items() if who in PEERS and not r.reason}
-    compiled = results.get("compiled", {}).get(OURS)
-    if eager and compiled and not compiled.reason:
-        best_peer = max(statistics.median(result.tokens_per_cpu_second) for result in eager.values())
-        ratio = statistics.median(compiled.tokens_per_cpu_second) / best_peer
-        parts.append(f"compiled to the best eager peer: {ratio:.2f}")
     return "titan_like / it: " + "; ".join(parts)
 
 

@@ -21,21 +21,28 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import async_compile, codecache, compile_fx, cpp_builder, cpu_vec_isa
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.select_algorithm import extern_kernels
 from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from estimation.kernels import fused_norm, gpu_rms_norm
 from estimation.tracker import Tracker
 from titan_like.models.decoder import Decoder
 
+Programs = dict[object, Callable[..., Tensor] | str]  # by kind of block; or why there is none
 
-def compile_blocks(model: Decoder) -> None:
-    """In place of titan_like.parallel.compile.compile_blocks."""
-    programs: dict[object, Any] = {}
+
+def compile_blocks(model: Decoder, programs: Programs) -> None:
+    """In place of titan_like.parallel.compile.compile_blocks.
+
+    Args:
+        programs: those that are known; of models that differ in nothing but the number of their layers.
+    """
     for block in model.layers.values():
         block.forward = _CompiledBlock(block, block.forward, programs)
 
@@ -43,44 +50,45 @@ def compile_blocks(model: Decoder) -> None:
 class _CompiledBlock:
     """The forward of a block. Blocks of a kind share their program."""
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Tensor], programs: dict[object, Any]) -> None:
+    def __init__(self, block: nn.Module, forward: Callable[..., Tensor], programs: Programs) -> None:
         self._block, self._forward, self._programs = block, forward, programs
 
-    def __call__(self, *inputs: Tensor | None) -> Tensor:
-        parameters = dict(self._block.named_parameters())
-        flat = [*(x for x in inputs if x is not None), *parameters.values()]
-        key = (*map(type, self._block.modules()), *(x is None for x in inputs), *map(_kind, flat))
+    def __call__(self, *inputs: Any) -> Tensor:  # tensors, tuples with tensors in them, None
+        parameters, (given, form) = dict(self._block.named_parameters()), tree_flatten(inputs)
+        flat = [*(x for x in given if isinstance(x, Tensor)), *parameters.values()]
+        fixed = [None if isinstance(x, Tensor) else (x,) for x in given]
+        key = (*map(type, self._block.modules()), form, *fixed, *map(_kind, flat))
         tracker = _tracker()
         if key not in self._programs:
             try:
-                self._programs[key] = self._compile(inputs, parameters)
+                self._programs[key] = self._compile(flat, parameters, lambda left: _put(form, fixed, left))
             except Exception as error:  # whatever torch says: the trace goes on, and tells
-                reason = str(error).strip().partition("\n")[0]
-                tracker.notes.append(f"compilation: a block is traced as it is, for {type(error).__name__}: {reason}")
-                self._programs[key] = None
+                self._programs[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         program = self._programs[key]
-        if program is None:
+        if isinstance(program, str):
+            tracker.note(f"compilation: a block is traced as it is, for {program}")
             return self._forward(*inputs)
         out = program(*flat)
         tracker.claim(out)
         return out
 
-    def _compile(self, inputs: tuple[Tensor | None, ...], parameters: Mapping[str, Tensor]) -> Callable[..., Tensor]:
-        """(inputs that are not None, parameters) -> output."""
-        forward = _numbered(self._forward)
-        is_given, names = [x is not None for x in inputs], list(parameters)
+    def _compile(
+        self, inputs: list[Tensor], parameters: Mapping[str, Tensor], arguments: Callable[[Iterator[Tensor]], Any]
+    ) -> Callable[..., Tensor]:
+        """A function of `inputs`, of which parameters are the last; `arguments` puts the rest together."""
+        forward, names = _numbered(self._forward), list(parameters)
         is_cut = any(isinstance(x, DTensor) for x in parameters.values())
 
         def run(*flat: Tensor) -> Tensor:  # outlives this call: it must not know the tensors above
             left = iter(flat)
-            again = [next(left) if is_here else None for is_here in is_given]
+            again = arguments(left)
             with preserve_node_meta(), _reparametrize_module(self._block, dict(zip(names, left, strict=True))):
                 return forward(*again)
 
         def cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
             if not is_cut:  # plain parameters are those of which dynamo says that they stay
                 primals = [node for node in joint.graph.nodes if node.op == "placeholder" and "primals" in node.name]
-                options["static_lifetime_input_indices"] = list(range(sum(is_given), len(primals)))
+                options["static_lifetime_input_indices"] = list(range(len(inputs) - len(names), len(primals)))
             return compile_fx.partition_fn(joint, inputs, **options)
 
         compiled = aot_function(
@@ -88,8 +96,13 @@ class _CompiledBlock:
         )
         with _tracker().pause(), _recording(list(parameters.values())):
             # Compiles, and runs once uncounted. The graphs remember what they are recorded on.
-            compiled(*(_alike(x) for x in (*inputs, *parameters.values()) if x is not None))
+            compiled(*map(_alike, inputs))
         return compiled
+
+
+def _put(form: TreeSpec, fixed: list[tuple[Any] | None], left: Iterator[Tensor]) -> Any:
+    """Arguments of the `form`: what is `fixed`, and tensors where nothing is."""
+    return tree_unflatten([next(left) if x is None else x[0] for x in fixed], form)
 
 
 def _numbered(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -171,5 +184,17 @@ def _load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None
         empty_strided_cpu=lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype),
         reinterpret_tensor=lambda x, shape, strides, at=0: x.as_strided(shape, strides, x.storage_offset() + at),
         assert_size_stride=lambda *_: None,
+        extern_kernels=_ExternKernels(),
     )
     return module
+
+
+class _ExternKernels:
+    """Torch's own operators that fill a buffer; that of float8 has no shape function, and would run on real tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(extern_kernels, name)
+
+    @staticmethod
+    def _scaled_mm(*_: Any, out: Tensor, **__: Any) -> Tensor:
+        return out

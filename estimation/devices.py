@@ -14,13 +14,19 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import tomli
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import ConfigError
 
 GIB = 2**30
+LEAST, MOST = 0.001, 1_000_000  # of what a device can have, in any of the units here
+Amount = Annotated[float, Field(ge=LEAST, le=MOST, strict=True)]
+Extra = Annotated[float, Field(ge=0, le=MOST, strict=True)]
+Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=MOST, strict=True)]
 CUDA_CONTEXT = 0.92  # GiB, A100 and torch 2.1, the larger of two published measurements (stas00/ml-engineering)
 FIRST_COLLECTIVE = 1.5  # GiB more after the first NCCL collective (the same source, 2 GPUs)
 
@@ -46,22 +52,23 @@ class Device:
     """
 
     name: str
-    memory_gib: float
-    tflops: float
-    efficiency: float
-    memory_tb_s: float
-    link_gb_s: float
-    network_gb_s: float
-    node: int = 8
-    outside_gib: float = CUDA_CONTEXT + FIRST_COLLECTIVE
+    memory_gib: Amount
+    tflops: Amount
+    efficiency: Share
+    memory_tb_s: Amount
+    link_gb_s: Amount
+    network_gb_s: Amount
+    node: Count = 8
+    outside_gib: Extra = CUDA_CONTEXT + FIRST_COLLECTIVE
     source: str = ""
-    memory_share: float = 0.92
-    link_share: float = 0.80
-    float8: float = 0.0
-    flash: tuple[float, float] | None = None
-    cudnn: tuple[float, float] | None = None
-    units: int = 132
-    communicator_gib: float = 0.0
+    memory_share: Share = 0.92
+    link_share: Share = 0.80
+    float8: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
+    flash: tuple[Share, Share] | None = None
+    cudnn: tuple[Share, Share] | None = None
+    units: Count = 132
+    communicator_gib: Extra = 0.0
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # of what a file says
 
     def outside(self, communicators: int) -> float:
         """GiB outside of the allocator of a process that is in so many communicators."""
@@ -99,10 +106,11 @@ def device_named(name: str, **replaced: float | None) -> Device:
         ConfigError: the name is unknown and `replaced` does not describe a device whole, or the file is none.
     """
     given = {key: value for key, value in replaced.items() if value is not None}
-    if name in DEVICES or name.endswith(".toml"):
-        return replace(DEVICES[name] if name in DEVICES else _read(Path(name)), **given)  # type: ignore[arg-type]
     needed = ("memory_gib", "tflops", "memory_tb_s", "link_gb_s", "network_gb_s")
-    if all(key in given for key in needed):
+    is_described = all(key in given for key in needed)
+    if name in DEVICES or name.endswith(".toml") or (Path(name).is_file() and not is_described):
+        return replace(DEVICES[name] if name in DEVICES else _read(Path(name)), **given)  # type: ignore[arg-type]
+    if is_described:
         known = {field.name for field in fields(Device)}
         values: dict[str, Any] = {"efficiency": 0.7, **{key: value for key, value in given.items() if key in known}}
         return Device(name, **values)
@@ -111,18 +119,24 @@ def device_named(name: str, **replaced: float | None) -> Device:
     raise ConfigError(
         f'device "{name}" is unknown{hint}; known are {", ".join(DEVICES)}, and --device_memory (GiB), '
         "--device_tflops, --device_memory_bandwidth (TB/s), --device_link and --device_network (GB/s) "
-        "together describe any other, as does a file from titan-estimate calibrate (NAME.toml)"
+        "together describe any other, as does a file from titan-estimate calibrate"
     )
 
 
 def _read(path: Path) -> Device:
     try:
-        values = tomli.loads(path.read_text())
-        for pair in ("flash", "cudnn"):
-            if pair in values:
-                values[pair] = tuple(values[pair])
-        return Device(**values)
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError, TypeError) as error:
-        raise ConfigError(
-            f'device "{path}" cannot be read: {error}; give a file that titan-estimate calibrate has written'
-        ) from None
+        return TypeAdapter(Device).validate_python(tomli.loads(path.read_text()))
+    except ValidationError as error:
+        wrong = ", ".join(_wrong(entry["type"], entry["loc"], entry["input"], entry["msg"]) for entry in error.errors())
+    except OSError as error:
+        wrong = f"it cannot be read ({error.strerror})"
+    except ValueError as error:
+        wrong = f"it is not TOML ({error})"
+    raise ConfigError(f'device "{path}": {wrong}; give a file as titan-estimate calibrate writes it')
+
+
+def _wrong(kind: str, place: tuple[int | str, ...], value: Any, message: str) -> str:
+    """What is wrong with a value, and what is allowed."""
+    key = ".".join(map(str, place))
+    missing = {"missing": f"{key} is missing", "unexpected_keyword_argument": f"{key} is no key of a device"}
+    return missing.get(kind, f"{key} is {value!r} ({message[0].lower()}{message[1:]})")

@@ -116,9 +116,9 @@ def trace_some_layers(config: Config, world_size: int, rank: int, *, gpu: bool) 
     layers = model_of(config).n_layers
     if layers <= LAYERS[-1] or not are_alike(config):
         return None
-    heights = []
+    heights, programs = [], dict[Any, Any]()
     for count in LAYERS:
-        tracker, buffers = traced(with_layers(config, count), world_size, rank, gpu=gpu)
+        tracker, buffers = traced(with_layers(config, count), world_size, rank, gpu=gpu, programs=programs)
         whole = report(tracker, world_size, rank, buffers, gpu=gpu, notes=left_out(config, gpu=gpu))
         heights.append(heights_of(tracker, whole, count, gpu=gpu))
     first, second, third = heights

@@ -121,9 +121,12 @@ class _Block:
         work = self._multiply(T, D, N, is_fast=True) - op.output[1]
         back = self._backward(T, D, N, has_input, has_weight, is_narrow)
         gradient = T * N if is_narrow else op.output[1]
+        # Compiled, what is only cast is made again from what the norm or the gate has read.
+        is_again = self.shape.compiled and source in ("n1", "n2", "gate") and self.float8.recipe != "rowwise_with_gw_hp"
+        back += T * D * e * is_again
         yield replace(
-            op, inputs=(operands,), output=(made, op.output[1]), saves=(source,), gradient=gradient,
-            custom=True, temporary=(work, back - T * D * e - op.weight),
+            op, inputs=(operands,), output=(made, op.output[1]), saves=() if is_again else (source,),
+            gradient=gradient, custom=True, temporary=(work, back - T * D * e - op.weight),
         )  # fmt: skip
         if op.bias:
             yield Op(f"{op.name} sum", (made,), op.output, passes=True)

@@ -15,7 +15,7 @@ from estimation.stage import Blocks, StageMemory
 from estimation.tape import Event, Segment
 from estimation.types import INPUTS, TRANSIENT, MemoryReport, Moment, Resident
 
-NOT_INCLUDED = (
+NOT_INCLUDED: tuple[str, ...] = (
     "memory outside torch's allocator: the device context, communicators, and libraries (see the device's line)",
     "workspaces and temporaries inside kernels (matrix libraries, flash attention, sorting in an embedding's backward)",
     "fragmentation inside an allocator pool: reserved is the sum of the pools' peaks",
@@ -109,23 +109,26 @@ class RankMemory:
     @cached_property
     def peak(self) -> Peak:
         """Of the second step, when all that stays is there; of the first one where `only_first_step`."""
-        start = [self.start]
+        log = [self.start]
         if not self.job.only_first_step and not self.job.profile.step_state:
-            start.append(self.update(first=True))
-        log = start
-        now, main, gather, reduce = (sum(deltas) for deltas in zip(*(part.delta for part in start), strict=True))
-        highest, at, pools = now, len(log) - 1, (main, gather, reduce)
-        # Thousands of segments, so no inner loop over the pools.
-        for segment in (*self.steps(), self.update(first=self.job.only_first_step)):
-            (all_rise, *rises), (delta, d_main, d_gather, d_reduce) = segment.rise, segment.delta
-            if now + all_rise > highest:
-                highest, at = now + all_rise, len(log)
-            if main + rises[0] > pools[0] or gather + rises[1] > pools[1] or reduce + rises[2] > pools[2]:
-                reached = (main + rises[0], gather + rises[1], reduce + rises[2])
-                pools = (max(pools[0], reached[0]), max(pools[1], reached[1]), max(pools[2], reached[2]))
-            now, main, gather, reduce = now + delta, main + d_main, gather + d_gather, reduce + d_reduce
-            log.append(segment)
-        return Peak(highest, tuple(log[: at + 1]), pools)
+            log.append(self.update(first=True))
+        begin = len(log)
+        now, main, gather, reduce = (sum(deltas) for deltas in zip(*(part.delta for part in log), strict=True))
+        highest, at, most_main, most_gather, most_reduce = now, begin - 1, main, gather, reduce
+        log += [*self.steps(), self.update(first=self.job.only_first_step)]
+        for index in range(begin, len(log)):  # thousands, so no inner loop over the pools
+            rise, rise_main, rise_gather, rise_reduce = log[index].rise
+            if now + rise > highest:
+                highest, at = now + rise, index
+            if main + rise_main > most_main:
+                most_main = main + rise_main
+            if gather + rise_gather > most_gather:
+                most_gather = gather + rise_gather
+            if reduce + rise_reduce > most_reduce:
+                most_reduce = reduce + rise_reduce
+            delta, delta_main, delta_gather, delta_reduce = log[index].delta
+            now, main, gather, reduce = now + delta, main + delta_main, gather + delta_gather, reduce + delta_reduce
+        return Peak(highest, tuple(log[: at + 1]), (most_main, most_gather, most_reduce))
 
     def report(self) -> MemoryReport:
         """In the words that both engines share."""

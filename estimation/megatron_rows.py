@@ -47,17 +47,24 @@ def run_of(row: Mapping[str, str]) -> MegatronRun:
     if experts := re.search(r"moe (\d+) x(\d+)(?: top(\d+))?", row["ffn_dim"]):
         names = ("moe-ffn-hidden-size", "num-experts", "moe-router-topk")
         flags = {name: value for name, value in zip(names, experts.groups(), strict=True) if value} | flags
-    vocab, multiple = re.findall(r"\d+", row["vocab"]), re.search(r"mult of (\d+)", row["vocab"])
+    vocab, multiple = _first(row, "vocab", r"~?([1-9]\d{0,11})(\(.*\))?"), re.search(r"mult of (\d+)", row["vocab"])
     padding = int(multiple[1]) if multiple else 128 * tp
     return MegatronRun(
-        layers=layers, dim=dim, heads=heads, groups=int(row["kv_heads"] or heads),
-        ffn=int(re.findall(r"\d+", row["ffn_dim"])[0]), vocab=-(-int(vocab[0]) // padding) * padding,
+        layers=layers, dim=dim, heads=heads, groups=int(row["kv_heads"] or heads), vocab=-(-vocab // padding) * padding,
+        ffn=_first(row, "ffn_dim", r"(?:moe |dense )?([1-9]\d{0,11})(.*moe.*| x\d.*)?"),
         seq_len=int(row["seq_len"]), rows=rows, micro_batches=micro_batches, dp=dp, tp=tp, pp=pp,
         cp=int(row["cp"] or 1), ep=int(row["ep"] or 1), sequence_parallel=row["sp"] == "1",
         chunks=_chunks(row["pp_schedule"], layers, pp), shares_optimizer="ZeRO" in row["optimizer"],
         half=row["precision"].startswith("fp16"), generation=_generation(row["gpu"]), recompute=_recompute(row["ac"]),
         modules=_modules(row["ac"], flags), float8=bool(row["float8"]), flags=flags,
     )  # fmt: skip
+
+
+def _first(row: Mapping[str, str], name: str, pattern: str) -> int:
+    """Raises: NotCovered, where a column is not a number with a remark."""
+    if found := re.fullmatch(pattern, row[name]):
+        return int(found[1])
+    raise NotCovered(f"{name} {row[name]!r} is not understood")
 
 
 def _generation(gpu: str) -> int:

@@ -234,7 +234,7 @@ def _attention(shape: Shape, source: str) -> list[Op]:
     ops.append(Op(
         "attention", ("q", k, v), ("attention", T * Q * e),
         ("q", k, v, "attention", "logsumexp", *(["mask"] if shape.mask else [])),
-        (("logsumexp", T * heads * 4),), _ring(shape, T * Q * e, T * K * e) if is_ring else (0, 0),
+        (("logsumexp", T * heads * 4),), attention_work(shape),
         keep=shape.profile.keeps_attention, kind="attention", flops=flops, moved=4 * T * Q * e,
         reads=("mask",) if shape.mask else (),
     ))  # fmt: skip
@@ -244,6 +244,20 @@ def _attention(shape: Shape, source: str) -> list[Op]:
         )
     ops.append(_product(shape, "wo", "attention rows" if is_ring else "attention", Q, m.dim))
     return ops
+
+
+def attention_work(shape: Shape) -> tuple[int, int]:
+    """Bytes that attention holds beside its results: forward, backward."""
+    heads, keys = shape.model.n_heads // shape.tp, max(shape.model.n_kv_heads // shape.tp, 1)
+    numbers = shape.tokens * shape.model.head_dim
+    q, k = numbers * heads * shape.number, numbers * keys * shape.number
+    if shape.cp > 1:
+        return (0, 0) if shape.documents else _ring(shape, q, k)
+    if not shape.documents or shape.profile.gpu:
+        return 0, 0
+    scale = shape.tokens * heads * 4
+    # A CPU has one call per document, at most a row, whose results are copied to their place.
+    return (q + scale) // shape.rows, (3 * q + scale) // shape.rows
 
 
 def _ring(shape: Shape, q: int, k: int) -> tuple[int, int]:
@@ -313,12 +327,12 @@ def _keep_products(ops: list[Op], shape: Shape) -> list[Op]:
 
 
 def _compiled(ops: list[Op]) -> list[Op]:
-    """A compiled block: what inductor's partitioner keeps (torch: min_cut_rematerialization_partition) and its buffers.
+    """The operations of a compiled block, and their memory where compiled_block.py does not know the program: in other
+    trainers, and in float8.
 
     Fused operations have no temporaries. silu is a part of the gate, whose kernel writes one gradient over the one that
     it reads, and computes the gate again in recompute per operation. One kernel at the end makes the gradients of both
-    norms' weights. Gathered keys and values are kept beside the heads that repeat them, as all results of collectives
-    are. Nothing is kept that no backward and no recomputation reads, whatever the policy says.
+    norms' weights. Nothing is kept that no backward and no recomputation reads, whatever the policy says.
     """
     unread = {"out"}
     for op in reversed(ops):
@@ -336,11 +350,6 @@ def _compiled(ops: list[Op]) -> list[Op]:
             op = _with(op, temporary=(0, 0), waits="n1" if op.name == "n2" else "")
         if op.name == "w2":
             op = _with(op, waits_again="gate")
-        if op.name in ("k everywhere", "v everywhere") and op.temporary[0]:
-            once = f"{op.name} once"
-            found.append(_with(op, name=once, output=(once, op.temporary[0]), temporary=(0, 0), keep=True))
-            moved = op.temporary[0] + op.output[1]
-            op = _with(op, inputs=(once,), saves=(once,), temporary=(0, 0), kind="pointwise", moved=moved)
         found.append(op)
     return found
 
@@ -356,9 +365,12 @@ def last_norm_program(shape: Shape) -> list[Op]:
 
 
 def _last_norm(shape: Shape) -> tuple[list[Op], str]:
-    """Its operations, and the name of its result; gathered, but where each rank has the logits of its own tokens."""
+    """Its operations, and the name of its result; gathered, but where each rank has the logits of its own tokens.
+
+    This trainer compiles blocks alone."""
     m, rows = shape.model, shape.tokens // shape.tp
-    ops = _norm(shape, "norm", "x", rows, m.dim, m.dim)
+    alone = replace(shape, compiled=shape.compiled and not shape.profile.is_linear)
+    ops = _norm(alone, "norm", "x", rows, m.dim, m.dim)
     stays = shape.profile.is_linear and not shape.profile.loss_parallel
     return ops, "norm" if stays else _gather(shape, ops, "norm")
 

@@ -50,6 +50,12 @@ def breakdown(report: MemoryReport) -> list[str]:
     return lines + [f"  {name:<18} {gib(size):>8}" for name, size in parts if size >= GIB // 200]
 
 
+def reserved_line(reserved: int, *, is_replayed: bool) -> str:
+    """Where the number comes from that the verdict judges; GiB."""
+    replay = "by a replay through a model of the caching allocator, with fragmentation; the verdict is the replay's"
+    return f"reserved {gib(reserved)} GiB {replay if is_replayed else 'without fragmentation'}"
+
+
 def details(report: MemoryReport) -> list[str]:
     """What a trace knows beyond its peak; GiB. Modules of all layers are added up."""
     by_module: Counter[str] = Counter()
@@ -60,7 +66,7 @@ def details(report: MemoryReport) -> list[str]:
         ("transient by kind, each at its own time:", Counter(report.transient)),
     ]
     shown = report.peak_bytes // 100
-    lines = [f"allocated {gib(report.peak_bytes)} GiB, reserved {gib(report.reserved_bytes)} GiB at most"]
+    lines = []
     for title, sizes in parts:
         lines += [title, *(f"  {name:<28} {gib(size):>8}" for name, size in sizes.most_common() if size > shown)]
     return lines
@@ -80,9 +86,10 @@ def explain(memory: RankMemory) -> list[str]:
 
 def time_lines(step: StepTime) -> list[str]:
     """Step time, and what it is made of on the pipeline rank that works longest."""
+    whose = f" (both of pp rank {step.rank}, which works longest)" if len(step.ran) > 1 else ""
     lines = [
         f"step {step.seconds:.3f} s, {step.tokens_per_second:,.0f} tokens/s per GPU, MFU {step.mfu:.1%}, "
-        f"pipeline bubble {step.bubble:.1%}, exposed communication {step.exposed / step.seconds:.1%}:"
+        f"pipeline bubble {step.bubble:.1%}, exposed communication {step.exposed / step.seconds:.1%}{whose}:"
     ]
     parts = sorted(step.parts.items(), key=lambda item: -item[1])
     return lines + [f"  {name:<26} {seconds:>8.3f} s" for name, seconds in parts if seconds > step.seconds / 1000]

@@ -67,9 +67,10 @@ class Run:
             else:
                 self._backward(number)
             self._messages(kind, number)
-            if kind in "BW":
-                self._left[number] -= 1
-            if self.job.pp > 1 and kind in "BW" and not self._left[number]:
+            if kind not in "BW":
+                continue
+            self._left[number] -= 1
+            if self.job.pp > 1 and not self._left[number]:
                 if self.job.schedule == "GPipe" and self.job.profile.gpu:
                     self._drop_messages(but=self._newest)
                 self._reduce(number)
@@ -110,20 +111,24 @@ class Run:
     def _weights(self, number: int) -> None:
         found = self.waiting if self.job.wrapped else self.sums
         adds = number in found or not (self.job.wrapped or self.fresh)
-        self._add(self.stages[number].weights_backward(adds=adds, first=number not in self.sums | self.early))
+        self._add(self.stages[number].weights_backward(adds=adds, first=self._is_first(number)))
         found.add(number)
         if self.stages[number].adds_early:
             self.early.add(number)
 
     def _backward(self, number: int) -> None:
-        is_first, gathers = number not in self.sums | self.early, number not in self.whole
-        self._add(self.stages[number].backward(first=is_first, fresh=self.fresh, reduces=self.reduces, gathers=gathers))
+        first, gathers = self._is_first(number), number not in self.whole
+        self._add(self.stages[number].backward(first=first, fresh=self.fresh, reduces=self.reduces, gathers=gathers))
         if self.job.pp > 1:  # torch's stages free weights only with the reduction
             self.whole.add(number)
         if number in self.waiting:
             self._add(self.stages[number].accumulation(first=number in self.early and number not in self.sums))
             self.waiting.remove(number)
         self.sums.add(number)
+
+    def _is_first(self, number: int) -> bool:
+        """Whether there are no sums yet."""
+        return number not in self.sums and number not in self.early
 
     def _reduce(self, number: int) -> None:
         if number in self.waiting:
@@ -141,11 +146,10 @@ class Run:
         the same rank gets no message: the result itself takes the place of the buffer for it."""
         if kind != "I" and number + 1 in self.stages:
             self._add(self._receive[kind != "F"])
-        count = 0 if kind == "F" or self.job.pp == 1 else self._new_messages(kind, number)
-        self._sent += count
-        self._newest = count
-        if count:
-            self._add(messages("messages", self._hidden, count))
+        self._newest = 0 if kind == "F" or self.job.pp == 1 else self._new_messages(kind, number)
+        if self._newest:
+            self._sent += self._newest
+            self._add(messages("messages", self._hidden, self._newest))
 
     def _new_messages(self, kind: str, number: int) -> int:
         schedule = self.job.schedule
@@ -166,7 +170,7 @@ class Run:
 def left_gradients(actions: Iterable[Action], stages: Collection[int]) -> int:
     """A backward for inputs leaves the gradient of a receive buffer there, until the schedule runs again (torch:
     stage_backward_input, clear_runtime_states)."""
-    return sum(kind == "I" and stage > 0 and stage - 1 not in stages for kind, stage, _ in actions)
+    return sum(1 for kind, stage, _ in actions if kind == "I" and stage > 0 and stage - 1 not in stages)
 
 
 @lru_cache(maxsize=256)

@@ -86,11 +86,16 @@ def gathered_stages(actions: tuple[Action, ...], count: int = 3) -> list[tuple[l
     upcoming: list[int] = []
     windows = []
     for action in reversed(actions):
-        upcoming = [action.stage, *(stage for stage in upcoming if stage != action.stage)]
+        if action.stage in upcoming:
+            upcoming.remove(action.stage)
+        upcoming.insert(0, action.stage)
         windows.append(upcoming[:count])
     active: list[int] = []
-    found = []
+    found: list[tuple[list[int], list[int]]] = []
     for window in reversed(windows):
-        found.append(([s for s in active if s not in window], [s for s in window if s not in active]))
+        if set(window) == set(active):
+            found.append(([], []))
+        else:
+            found.append(([s for s in active if s not in window], [s for s in window if s not in active]))
         active = window
     return found

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from estimation.candidates import Group, groups, meshes, variants
+from estimation.candidates import STAGES, Fixed, Group, always_wrong, groups, meshes, variants
 from estimation.devices import GIB, Device
 from estimation.formula import RankMemory, memory_of
 from estimation.job import Job, job_of
@@ -21,7 +21,7 @@ from estimation.time.step import StepTime, step_time
 from estimation.time.way import way_of
 from titan_like.config import Config
 from titan_like.config.composition import stage_count
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, TitanError
 from titan_like.config.schema import SPLIT_BACKWARD
 from titan_like.models.flavors import parameter_count
 
@@ -52,30 +52,38 @@ class Result:
 
     best: list[Found] = field(default_factory=list)
     groups: int = 0
+    valid: int = 0
     timed: int = 0
     predicted: int = 0
 
 
-def search(base: Config, gpus: int, device: Device, sequences: int) -> Result:
+def search(base: Config, gpus: int, device: Device, sequences: int, fixed: Fixed) -> Result:
     """The fastest compositions for optimizer steps of `sequences` sequences of base.training.seq_len tokens.
 
+    Args:
+        base: of it, searched keys have their defaults.
+        fixed: values of searched keys, which all compositions then have.
+
     Raises:
-        ConfigError: nothing is valid, or nothing fits.
+        ConfigError: nothing is valid.
+        TitanError: nothing fits.
     """
     result = Result()
     capacity = _capacity(device, 1)
-    bounded = sorted(_groups(base, gpus, device, sequences, capacity, result), key=lambda item: item[0])
+    found = _groups(base, gpus, device, sequences, fixed, capacity, result)
+    bounded = sorted(found, key=lambda item: item[0])
     for bound, group in bounded:
         if bound >= _limit(result):
             break
-        for config in variants(group, gpus):
-            if bound * _fill(config) / _least_fill(group) >= _limit(result):
+        for config in variants(group, gpus, fixed):
+            if bound * _fill(config) / least_fill(group, fixed) >= _limit(result):
                 continue
+            result.valid += 1
             job = job_of(config, gpus)
             if least_bytes(job, _in_flight(job)) <= capacity:
                 _predict(config, job, device, result)
     if not result.best:
-        raise ConfigError(_nothing(base, gpus, device, sequences, result))
+        raise _nothing(base, gpus, device, sequences, fixed, result, is_refused=bool(bounded) and not result.valid)
     return result
 
 
@@ -101,15 +109,15 @@ def _predict(config: Config, job: Job, device: Device, result: Result) -> None:
 
 
 def _groups(
-    base: Config, gpus: int, device: Device, sequences: int, capacity: int, result: Result
+    base: Config, gpus: int, device: Device, sequences: int, fixed: Fixed, capacity: int, result: Result
 ) -> Iterator[tuple[float, Group]]:
     """(seconds that it needs at least, group) of all that may fit."""
-    for mesh in meshes(base, gpus):
-        for group in groups(mesh, gpus, sequences):
+    for mesh in meshes(base, gpus, fixed):
+        for group in groups(mesh, gpus, sequences, fixed):
             result.groups += 1
             job = job_of(group.sample, gpus)
             if least_bytes(job, 1) <= capacity:
-                yield least_seconds(group, job, device) * _least_fill(group), group
+                yield least_seconds(group, job, device) * least_fill(group, fixed), group
 
 
 def least_bytes(job: Job, in_flight: int) -> int:
@@ -164,21 +172,29 @@ def _fill(config: Config) -> float:
     return (chunks + pp - 1) / chunks
 
 
-def _least_fill(group: Group) -> float:
-    """The same, with the fullest of all schedules and batches."""
-    pp = group.sample.parallelism.pipeline_parallel_degree
-    chunks = 6 * group.most_batches
+def least_fill(group: Group, fixed: Fixed) -> float:
+    """The same of all schedules, at least."""
+    parallelism = group.sample.parallelism
+    pp, split = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_split
+    chunks = max(6, fixed.get(STAGES, 0), (len(split) + 1) // pp) * group.batches
     return (chunks + pp - 1) / chunks if pp > 1 else 1.0
 
 
-def _nothing(base: Config, gpus: int, device: Device, sequences: int, result: Result) -> str:
-    model = f"{base.model.name} {base.model.flavor}"
+def _nothing(
+    base: Config, gpus: int, device: Device, sequences: int, fixed: Fixed, result: Result, *, is_refused: bool
+) -> TitanError:
+    model, options = f"{base.model.name} {base.model.flavor} on {gpus} GPUs", ", ".join(f"--{key}" for key in fixed)
+    if wrong := [] if result.groups else always_wrong(base, gpus, fixed):
+        return ConfigError(*wrong)
     if not result.groups:
-        return (
-            f"no composition of {model} on {gpus} GPUs takes {sequences} sequences of {base.training.seq_len} tokens "
-            "per step; choose --gpus and --global_batch_tokens such that the sequences can be shared out evenly"
+        return ConfigError(
+            f"no composition of {model} takes {sequences} sequences of {base.training.seq_len} tokens per step; choose "
+            "--gpus and --global_batch_tokens such that the sequences can be shared out evenly"
+            f"{f', or leave out one of {options}' if fixed else ''}"
         )
-    return (
-        f"no composition of {model} fits {gpus} x {device.name} with {device.memory_gib:.2f} GiB; use more GPUs, or a "
-        "device with more memory"
+    if is_refused:
+        return ConfigError(f"the trainer runs no composition of {model} with {options}; leave one of these out")
+    return TitanError(
+        f"no composition of {model} fits {device.name} with {device.memory_gib:.2f} GiB; use more GPUs, or a device "
+        f"with more memory{f', or leave out one of {options}' if fixed else ''}"
     )

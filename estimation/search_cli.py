@@ -3,72 +3,99 @@
 import argparse
 import re
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import tomli_w
 
-from estimation.candidates import changed
+from estimation.candidates import COMPILE, MODE, SCHEDULE, SEARCHED, SHARD, Fixed, changed, value_of
 from estimation.devices import GIB, Device
+from estimation.options import MOST_GPUS, MOST_TOKENS, output, whole
 from estimation.page import page
 from estimation.search import SHOWN, Found, Result, search
 from estimation.time.step import NOT_INCLUDED
-from titan_like.config import Config, load_config
+from titan_like.config import Config
 from titan_like.config.errors import ConfigError
+from titan_like.config.schema import SCHEDULES
 from titan_like.models.flavors import resolve
 
 HEADS = ("", "s/step", "tokens/s", "MFU", "GiB", "composition", "besides its matrix products it spends")
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
+OWN = {  # options that say what a trainer's key says
+    "model.name": "model", "model.flavor": "flavor", "training.seq_len": "seq_len",
+    "training.global_batch_size": "global_batch_tokens",
+}  # fmt: skip
 
 
 def add_options(found: argparse.ArgumentParser) -> None:
     found.add_argument("--model", help="family, as model.name; default: the config's")
     found.add_argument("--flavor", help="size, as model.flavor")
-    found.add_argument("--gpus", type=positive, required=True, help="number of GPUs")
-    found.add_argument("--seq_len", type=int, help="tokens per sequence, as training.seq_len")
+    found.add_argument("--gpus", type=whole(1, MOST_GPUS), required=True, help="number of GPUs")
+    found.add_argument("--seq_len", type=whole(1, MOST_TOKENS), help="tokens per sequence, as training.seq_len")
     found.add_argument(
         "--global_batch_tokens", type=tokens, required=True, help="tokens per optimizer step: 4194304, 4096K or 4M"
     )
-    found.add_argument("--html", type=Path, help="write a page with plots")
+    found.add_argument("--html", type=output, help="write a page with plots")
     found.add_argument(
         "--write", nargs=2, action="append", default=[], metavar=("ROW", "FILE"), help="write a row as a TOML file"
     )
 
 
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def tokens(text: str) -> int:
     """A number with K (1024) or M (1024 squared)."""
-    found = re.fullmatch(r"(\d+)([KM]?)", text)
-    if found is None or int(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 4194304, 4096K or 4M")
-    return int(found[1]) * UNITS[found[2]]
+    found = re.fullmatch(r"([0-9]{1,20})([KM]?)", text)
+    number = int(found[1]) * UNITS[found[2]] if found else 0
+    if not 0 < number <= MOST_TOKENS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens such as 4194304, 4096K or 4M, from 1 to {MOST_TOKENS:,}"
+        )
+    return number
 
 
-def run_search(options: argparse.Namespace, rest: Sequence[str], device: Device) -> int:
+def fixed_by(options: argparse.Namespace, argv: Sequence[str], config: Config) -> Fixed:
+    """What the trainer's options in `argv`, not its file, leave no choice of; -1 and auto leave all.
+
+    Raises:
+        ConfigError: an option that says what one of the search's own says, or a schedule that it does not know.
+    """
+    given = {token.removeprefix("--").partition("=")[0].replace(".no-", ".") for token in argv}
+    for key, own in OWN.items():
+        if key in given and getattr(options, own) is not None:
+            raise ConfigError(f"--{key} is what --{own} says in a search; leave --{key} out")
+    values = {key: value_of(config, key) for key in SEARCHED if key in given}
+    if values.get(SCHEDULE, SCHEDULES[0]) not in SCHEDULES:
+        raise ConfigError(
+            f'{SCHEDULE} is "{values[SCHEDULE]}"; the search knows {", ".join(SCHEDULES)}: choose one, or leave it out'
+        )
+    return {key: value for key, value in values.items() if (key, value) not in ((SHARD, -1), (MODE, "auto"))}
+
+
+def run_search(options: argparse.Namespace, config: Config, fixed: Fixed, device: Device) -> int:
     """Print, and write what is asked for; returns the exit code.
 
     Raises:
-        ConfigError: a bad request, or nothing fits.
+        ConfigError: a bad request.
+        TitanError: nothing fits.
     """
-    base = _base(options, load_config(rest))
+    base = _base(options, config)
     sequences, left = divmod(options.global_batch_tokens, base.training.seq_len)
     if left or not sequences:
         raise ConfigError(
             f"--global_batch_tokens ({options.global_batch_tokens}) is not a multiple of training.seq_len "
             f"({base.training.seq_len}); set it to {(sequences + 1) * base.training.seq_len}"
         )
-    for row, _ in options.write:
-        if not row.isdigit() or not 1 <= int(row) <= SHOWN:
+    for row, file in options.write:
+        if row not in map(str, range(1, SHOWN + 1)):
             raise ConfigError(f"--write {row} is no row of the table; rows are 1 to {SHOWN}")
-    result = search(base, options.gpus, device, sequences)
-    rows = [HEADS, *(_row(number, found) for number, found in enumerate(result.best[:SHOWN], start=1))]
+        try:
+            output(file)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"--write {row}: {error}") from None
+    result = search(base, options.gpus, device, sequences, fixed)
+    rows = [HEADS, *(_row(number, found, options.gpus) for number, found in enumerate(result.best[:SHOWN], start=1))]
     title = f"{base.model.name} {base.model.flavor} on {options.gpus} x {device.name}, {sequences} x "
     title += f"{base.training.seq_len} tokens per step"
-    print(title, *_aligned(rows), sep="\n")
+    print(title, *_aligned(rows), *_chosen_anew(config, fixed), sep="\n")
     print(_counts(result), "time does not include:", *(f"  - {line}" for line in NOT_INCLUDED), sep="\n")
     if options.html:
         options.html.write_text(page(title, rows, result.best, device))
@@ -80,21 +107,23 @@ def run_search(options: argparse.Namespace, rest: Sequence[str], device: Device)
 
 
 def _base(options: argparse.Namespace, config: Config) -> Config:
-    given = {"model.name": options.model, "model.flavor": options.flavor, "training.seq_len": options.seq_len}
-    keys = {key: value for key, value in given.items() if value is not None}
-    base = changed(config, {"compile.enable": True, **keys})  # candidates turn it off where it is refused
+    own = {key: getattr(options, OWN[key]) for key in ("model.name", "model.flavor", "training.seq_len")}
+    defaults = {key: value_of(Config(), key) for key in SEARCHED}
+    keys = {key: value for key, value in own.items() if value is not None}
+    base = changed(config, {**defaults, **keys})
     resolve(base.model.name, base.model.flavor, base.model.overrides)  # an unknown one is told now
     return base
 
 
-def describe(config: Config) -> str:
+def describe(config: Config, gpus: int) -> str:
     """The composition in a line: degrees above 1, schedule, batch and recompute."""
     p, training, recompute = config.parallelism, config.training, config.activation_checkpoint
     degrees = {
         "pp": p.pipeline_parallel_degree, "replicate": p.data_parallel_replicate_degree,
         "cp": p.context_parallel_degree, "tp": p.tensor_parallel_degree,
     }  # fmt: skip
-    words = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1] + ["shard the rest"]
+    degrees["shard"] = gpus // prod(degrees.values())
+    words = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
     if p.pipeline_parallel_degree > 1:
         virtual = "" if p.pipeline_parallel_virtual_stages == -1 else f" x{p.pipeline_parallel_virtual_stages}"
         size = p.pipeline_parallel_microbatch_size
@@ -107,19 +136,26 @@ def describe(config: Config) -> str:
     return ", ".join(words if config.compile.enable else [*words, "uncompiled"])
 
 
-def _row(number: int, found: Found) -> tuple[str, ...]:
+def _row(number: int, found: Found, gpus: int) -> tuple[str, ...]:
     step = found.step
     spent = sorted(((s, k) for k, s in step.parts.items() if k != "matrix products"), reverse=True)[:3]
     why = ", ".join(f"{seconds / step.seconds:.0%} {kind}" for seconds, kind in spent)
     return (
         str(number), f"{step.seconds:.3f}", f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}",
-        f"{found.reserved_bytes / GIB:.1f}", describe(found.config), why,
+        f"{found.reserved_bytes / GIB:.1f}", describe(found.config, gpus), why,
     )  # fmt: skip
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _chosen_anew(config: Config, fixed: Fixed) -> list[str]:
+    """What the config says of searched keys, and no composition has to keep."""
+    keys = {*SEARCHED, "training.global_batch_size"} - {COMPILE, *fixed}
+    lost = ", ".join(sorted(key for key in keys if value_of(config, key) != value_of(Config(), key)))
+    return [f"chosen anew: {lost} of the config; what the command line says is kept"] if lost else []
 
 
 def _counts(result: Result) -> str:

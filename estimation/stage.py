@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
+from estimation.compiled_block import CompiledBlock, compiled_backward, compiled_forward
+from estimation.compiled_float8 import Float8Block, SentBlock
 from estimation.float8 import cast_products
 from estimation.groups import Group
 from estimation.job import Job
@@ -25,9 +28,10 @@ _TIED = "gradient of the tied table"  # waits for both its parts
 
 @dataclass
 class Blocks:
-    """What all stages of a job share: segments of blocks, and the operations that they follow from."""
+    """What all stages of a job share: segments of blocks, and the events and operations that they follow from."""
 
     segments: dict[tuple[object, ...], Segment] = field(default_factory=dict)
+    events: dict[tuple[object, ...], list[Event]] = field(default_factory=dict)
     programs: dict[object, list[Op]] = field(default_factory=dict)
 
 
@@ -36,7 +40,7 @@ class StageMemory(GroupMemory):
 
     def __init__(self, job: Job, number: int, blocks: Blocks) -> None:
         super().__init__(job, number)
-        self._blocks, self._programs = blocks.segments, blocks.programs
+        self._blocks, self._events, self._programs = blocks.segments, blocks.events, blocks.programs
 
     @property
     def receive_buffers(self) -> int:
@@ -79,7 +83,7 @@ class StageMemory(GroupMemory):
             yield Segment.of(linear_inputs_backward(self._loss_backward()), "loss")
         else:
             yield Segment.of([event_of("dx", hidden, BACKWARD), event_of("receive buffers", -hidden, COMMUNICATION)])
-        for name, layer in self._units()[::-1]:
+        for name, layer in self._units[::-1]:
             events = inputs_backward(self._ops(layer), hidden)
             yield Segment.of([self._head_result(event) for event in events] if name == "head" else events, name)
         yield Segment.of([event_of("dx", -hidden, BACKWARD)], "end")
@@ -94,7 +98,7 @@ class StageMemory(GroupMemory):
 
     def _weights_backward(self, adds: bool, first: bool) -> Iterator[Segment]:
         shape, rest = self.shape, []
-        for name, layer in self._units():
+        for name, layer in self._units:
             is_added = adds and not (self.adds_early and layer is not None)
             events, left = weights_backward(self._ops(layer), shape.hidden, self._gradient_term, adds=is_added)
             rest += left
@@ -130,18 +134,19 @@ class StageMemory(GroupMemory):
             start += self._gather("root", previous)
             previous = self.groups["root"][0]
         parts.append(Segment.of(start, "start"))
-        for name, layer in self._units():
+        for name, layer in self._units:
             is_group = name in self.groups
-            gathers = first if self._keeps(name, layer) else gathers_all
+            keeps = self._keeps(name, layer)
+            gathers = first if keeps else gathers_all
             is_input = layer == self.layers[0] and not self.is_first and not self._input_moves
             root = (self.is_first, self.is_last) if previous and previous.name == "root" else None  # of this stage
             place = (previous and previous.name, is_input, root)
-            key = ("forward", name, self._kind(layer), gathers, place, self._keeps(name, layer))
+            key = ("forward", name, self._kind(layer), gathers, place, keeps)
             known = self._segments if layer is None else self._blocks
             if key not in known:
                 events = self._gather(name, previous) if is_group and gathers else []
                 events += self._unit_forward(name, layer, is_input=is_input)
-                events += self._reshard(name) if is_group and not self._keeps(name, layer) else []
+                events += self._reshard(name) if is_group and not keeps else []
                 known[key] = Segment.of(events, name)
             parts.append(known[key])
             parts += self._offload(layer, -1)
@@ -158,8 +163,9 @@ class StageMemory(GroupMemory):
     def _offload(self, layer: int | None, sign: int) -> list[Segment]:
         """Once a block has run, the oldest input of a block that is still here goes to the host; it comes back."""
         stash = self.shape.profile.stash
-        offset = -1 if layer is None else self.layers.index(layer) if sign < 0 else len(self.layers) - 1 - layer
-        if stash is None or offset < stash:
+        if stash is None or layer is None:
+            return []
+        if (self.layers.index(layer) if sign < 0 else len(self.layers) - 1 - layer) < stash:
             return []
         return [Segment.of([event_of("x", sign * self.shape.hidden, "activations")], "offloading")]
 
@@ -183,6 +189,7 @@ class StageMemory(GroupMemory):
         is_own = "output" in {table.name for group, _ in self.groups.values() for table in group.tables}
         return "output" if is_own else "tok_embeddings"
 
+    @cached_property
     def _units(self) -> list[tuple[str, int | None]]:
         names = self._names
         blocks: list[tuple[str, int | None]] = [(names[self._weights_of(layer)], layer) for layer in self.layers]
@@ -211,6 +218,33 @@ class StageMemory(GroupMemory):
     def _head(self) -> list[Op]:
         return last_norm_program(self.shape) if self.shape.profile.is_linear else head_program(self.shape)
 
+    def _pass(self, direction: Literal["forward", "backward"], layer: int | None) -> list[Event]:
+        """A pass through a block, or through what ends in the head."""
+        key = (direction, "head" if layer is None else self._kind(layer))
+        if key not in self._events:
+            ops, hidden, mode = self._ops(layer), self.shape.hidden, self._mode(layer)
+            early_stop, term = self.job.profile.early_stop, self._gradient_term
+            block = self._written(layer)
+            self._events[key] = (
+                compiled_forward(block, mode) if block and direction == "forward"
+                else compiled_backward(block, mode, term) if block
+                else forward(ops, hidden, kept(ops, mode)) if direction == "forward"
+                else backward(ops, hidden, mode, early_stop=early_stop, gradient_term=term)
+            )  # fmt: skip
+        return self._events[key]
+
+    def _written(self, layer: int | None) -> CompiledBlock | None:
+        """A block as inductor writes it; None: it does not, or for another trainer (see program.py)."""
+        shape, casts = self.shape, self.job.float8
+        if layer is None or not shape.compiled or shape.profile.rope != "halves":
+            return None
+        keep = {op.output[0].removesuffix(" product") for op in self._ops(layer) if op.keep}  # with a bias: before it
+        names = self.job.products_of(layer)
+        if casts is None or not names:
+            return CompiledBlock(shape, keep)
+        kind = SentBlock if shape.tp > 1 and casts.recipe == "tensorwise" else Float8Block
+        return kind(shape, keep, casts, names)
+
     @cached_property
     def _input_moves(self) -> bool:
         """The first block keeps the stage's input: it is an activation until it is freed, then a buffer again."""
@@ -226,8 +260,7 @@ class StageMemory(GroupMemory):
             events = [event_of("partial embedding", partial, FORWARD)] if partial else []
             events.append(event_of("x", shape.hidden, "activations"))
             return events + ([event_of("partial embedding", -partial, FORWARD)] if partial else [])
-        ops, mode = self._ops(layer), self._mode(layer)
-        events = forward(ops, shape.hidden, kept(ops, mode), "activations")
+        events = self._pass("forward", layer)
         if is_input:  # its buffer stays
             events = [event for event in events if not (event.name == "x" and event.offset == 0 and event.size < 0)]
         return [self._head_result(event) for event in events] if name == "head" else events
@@ -236,7 +269,7 @@ class StageMemory(GroupMemory):
 
     def _backward(self, first: bool, fresh: bool, reduces: bool, gathers: bool) -> list[Segment]:
         job, shape, parts = self.job, self.shape, []
-        units = self._units()[::-1]
+        units = self._units[::-1]
         gathers = gathers and job.wrapped
         sharded = [gathers and name in self.groups and not self._keeps(name, layer) for name, layer in units]
         # The gradient of the loss reaches the head first, if the head has made the loss: it asks for the last block.
@@ -257,7 +290,8 @@ class StageMemory(GroupMemory):
             is_group, before = name in self.groups, pending
             is_asked = index == 0 and is_early
             ahead = units[index + 1][0] if index + 1 < len(units) and sharded[index + 1] and not is_asked else None
-            place = (index > 0, sharded[index], ahead, before and before.name)
+            is_received = index == 0 and not self.is_last
+            place = (index > 0, sharded[index], ahead, before and before.name, is_received)
             key = ("backward", name, self._kind(layer), first, fresh, reduces, place)
             if is_group:
                 pending = self._after(name, reduces)
@@ -267,7 +301,11 @@ class StageMemory(GroupMemory):
                 events = self._gather(name, None, is_here=index > 0, is_forward=False) if sharded[index] else []
                 events += self._all_gather(self.groups[ahead][0]) if ahead and job.fsdp > 1 else []
                 made = self._unit_backward(name, layer)
-                events += _added(made) if self._adds_at_once(first, fresh) else made
+                if is_received:  # its gradient lies in a buffer, which stays
+                    made = [event for event in made if event[:2] != ("dx", 1)]
+                if self._adds_at_once(first, fresh):
+                    made = _added(made, together=self._written(layer) is not None)
+                events += made
                 events += self._finish(name, first, fresh, reduces, before) if is_group else []
                 known[key] = Segment.of(events, name)
             parts += [*self._offload(layer, 1), known[key]]
@@ -283,6 +321,7 @@ class StageMemory(GroupMemory):
         if not self.is_last:
             end += [
                 event_of("x", -shape.hidden, "activations"),
+                event_of("dx", -shape.hidden, BACKWARD),
                 event_of("receive buffers", shape.hidden, COMMUNICATION),
             ]
         elif job.pp > 1 and not shape.profile.is_linear:
@@ -295,8 +334,7 @@ class StageMemory(GroupMemory):
         term = self._gradient_term
         if name == "embedding":
             return [*self._table_backward(), event_of("dx", -shape.hidden, BACKWARD)]
-        mode, early_stop = self._mode(layer), self.job.profile.early_stop
-        events = backward(self._ops(layer), shape.hidden, mode, early_stop=early_stop, gradient_term=term)
+        events = self._pass("backward", layer)
         if layer is not None:
             return events
         profile, name = shape.profile, f"gradient of {self._head_table}"
@@ -338,11 +376,12 @@ class StageMemory(GroupMemory):
         return event._replace(name=name if event.name == "x" else f"d {name}", offset=0, term=LOSS)
 
 
-def _added(events: list[Event]) -> list[Event]:
-    """New gradients go as soon as they are added to those that are there."""
-    found = []
+def _added(events: list[Event], *, together: bool = False) -> list[Event]:
+    """New gradients go as soon as they are added to those that are there: one by one, or at the unit's end where one
+    function makes them all."""
+    found, added = [], list[Event]()
     for event in events:
         found.append(event)
         if event.size > 0 and event.name.startswith("gradient of ") and not event.name.endswith((" table", " states")):
-            found.append(event._replace(size=-event.size))
-    return found
+            (added if together else found).append(event._replace(size=-event.size))
+    return [*found, *added]

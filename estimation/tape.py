@@ -5,8 +5,9 @@ head). A segment sums its events up, so that a step of thousands of operations c
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from estimation.program import Op
@@ -22,6 +23,11 @@ class Event(NamedTuple):
     size: int
     term: str
     pool: str = "main"
+
+
+def taken_back(events: Iterable[Event]) -> list[Event]:
+    """The same, freed."""
+    return [event._replace(size=-event.size) for event in events]
 
 
 POOLS = ("main", "gather", "reduce")  # the streams that allocate: compute, FSDP's all-gather, FSDP's reduce-scatter
@@ -51,19 +57,23 @@ class Segment:
             index = _PLACE[pool]
             total += size
             now[index] += size
-            if size > 0:
-                highest = max(highest, total)
-                rise[index] = max(rise[index], now[index])
+            if total > highest:
+                highest = total
+            if now[index] > rise[index]:
+                rise[index] = now[index]
         return Segment(events, (), (total, *now[1:]), (highest, *rise[1:]), label)
 
     @staticmethod
     def join(parts: Iterable["Segment"], label: str = "") -> "Segment":
         parts = tuple(parts)
         now, rise = [0, 0, 0, 0], [0, 0, 0, 0]
-        for part in parts:
-            for index in range(4):
-                rise[index] = max(rise[index], now[index] + part.rise[index])
-                now[index] += part.delta[index]
+        for _, run in groupby(parts, id):  # the same blocks follow one another
+            part, *others = run
+            for index, (delta, own) in enumerate(zip(part.delta, part.rise, strict=True)):
+                highest = now[index] + own + max(0, len(others) * delta)
+                if highest > rise[index]:
+                    rise[index] = highest
+                now[index] += delta * (1 + len(others))
         return Segment((), parts, tuple(now), tuple(rise), label)
 
     def up_to_rise(self) -> "tuple[Counter[tuple[str, str]], str]":
@@ -100,29 +110,33 @@ def sizes_of(ops: Sequence[Op]) -> dict[str, int]:
     return {name: size for op in ops for name, size in (op.output, *op.extra)}
 
 
-def gradients_of(ops: Sequence[Op], x_size: int) -> dict[str, int]:
-    """Bytes of the gradient of every tensor that has one."""
-    return {"x": x_size, **{op.output[0]: op.gradient or op.output[1] for op in ops}}
+def _made_by(op: Op) -> tuple[str, ...]:
+    return op.output[0], *(name for name, _ in op.extra)
+
+
+def saved_by(ops: Sequence[Op]) -> set[str]:
+    """The tensors that some backward reads."""
+    return {name for op in ops for name in op.saves}
 
 
 def kept(ops: Sequence[Op], mode: Mode) -> set[str]:
     """The tensors of a forward that wait for the backward."""
     if mode == "none":
-        return {name for op in ops for name in op.saves}
+        return saved_by(ops)
     if mode == "full":
         return {"x"}
-    return {"x"} | {name for op in ops if op.keep for name in (op.output[0], *(extra for extra, _ in op.extra))}
+    return {"x"} | {name for op in ops if op.keep for name in _made_by(op)}
 
 
-def forward(
-    ops: Sequence[Op], x_size: int, keep: set[str], term: str, *, made: set[str] | None = None, prefix: str = ""
-) -> list[Event]:
-    """Allocations and frees of one pass; `made` are there already: a recomputation finds what was
-    kept, and drops what no backward needs.
+def forward(ops: Sequence[Op], x_size: int, keep: set[str], *, made: set[str] | None = None) -> list[Event]:
+    """Allocations and frees of one pass. The last output stays: it is the next unit's "x".
 
-    Kept tensors count as `term`, all others as "forward". The last output stays: it is the next unit's "x". `x_size` is
-    bytes of the input.
+    Args:
+        x_size: bytes of the input.
+        keep: tensors that are not freed.
+        made: of a recomputation, what is there already; it drops what no backward needs.
     """
+    prefix, term = ("", "activations") if made is None else ("again ", "recompute")
     made, sizes = made or set(), {"x": x_size, **sizes_of(ops)}
     last_use = {name: index for index, op in enumerate(ops) for name in (*op.inputs, *op.reads)}
     events: list[Event] = []
@@ -134,12 +148,10 @@ def forward(
 
     for index, op in enumerate(ops):
         if op.output[0] not in made:
-            if op.temporary[0]:
-                events += _at_work(op, 0, 1)
-            for name in (op.output[0], *(extra for extra, _ in op.extra)):
+            events += _at_work(op, 0, 1)
+            for name in _made_by(op):
                 add(name, 1)
-            if op.temporary[0]:
-                events += _at_work(op, 0, -1)
+            events += _at_work(op, 0, -1)
         for name, _ in op.extra:
             if name not in keep and name not in made:
                 add(name, -1)
@@ -155,6 +167,8 @@ def forward(
 def _at_work(op: Op, direction: int, sign: int) -> list[Event]:
     """An operation's own temporaries; direction 0 is its forward, 1 its backward."""
     size = op.temporary[direction]
+    if not size:
+        return []
     piece = op.piece or size
     event = Event(f"{op.name} at work", 0, sign * piece, ("forward", "backward")[direction])
     rest = size % piece
@@ -165,12 +179,97 @@ def recomputation(ops: Sequence[Op], early_stop: bool) -> Sequence[Op]:
     """The operations that run again: with early stop, up to the last that makes something for the backward."""
     if not early_stop:
         return [op for op in ops if op.output[0] != "out"]
-    needed = {name for op in ops for name in op.saves}
-    last = max(
-        i for i, op in enumerate(ops)
-        if op.custom or op.output[0] in needed or any(name in needed for name, _ in op.extra)
-    )  # fmt: skip
+    needed = saved_by(ops)
+    last = max(i for i, op in enumerate(ops) if op.custom or not needed.isdisjoint(_made_by(op)))
     return ops[: last + 1]
+
+
+class Gradients:
+    """The gradients of activations in a backward, and whose storage each lies in.
+
+    An operation that passes its gradient on shares its storage, which goes with the last that holds it. At first there
+    is that of "out".
+    """
+
+    def __init__(self, ops: Sequence[Op], x_size: int) -> None:
+        self._sizes = {"x": x_size, **{op.output[0]: op.gradient or op.output[1] for op in ops}}
+        self._late = {op.output[0] for op in ops if op.waits}  # inductor adds their parts up where they are read
+        self._storage = {"out": "out"}
+        self._holders = Counter(["out"])
+        self._parts: Counter[str] = Counter()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._storage
+
+    def of_inputs(self, op: Op) -> Iterator[Event]:
+        """The backward of `op` makes the gradients of its inputs, or passes on that of its output."""
+        for name in op.inputs:
+            if not (op.passes or (op.in_place and name == op.inputs[0])):
+                yield from self._make(name)
+            elif name not in self:
+                self._hold(name, self._storage[op.output[0]])
+
+    def release(self, name: str) -> Iterator[Event]:
+        """Whoever reads the gradient of `name` has run."""
+        at = self._storage.pop(name)
+        self._holders[at] -= 1
+        if not self._holders[at]:
+            yield self.event(at, -1)
+        yield from [self.event(name, -1)] * self._parts[name]
+
+    def event(self, at: str, sign: int) -> Event:
+        """What lies where the gradient of `at` was made comes or goes."""
+        return Event("dx" if at in ("out", "x") else f"d {at}", int(at == "out"), sign * self._sizes[at], "backward")
+
+    def _hold(self, name: str, at: str) -> None:
+        self._storage[name] = at
+        self._holders[at] += 1
+
+    def _make(self, name: str) -> Iterator[Event]:
+        """A gradient, to which one that is there is added."""
+        yield self.event(name, 1)
+        at = self._storage.get(name)
+        if at is None:
+            self._hold(name, name)
+        elif at != name:
+            if self._holders[at] > 1:  # somebody still needs the other: the sum is a third tensor
+                yield from (self.event(name, 1), self.event(name, -1))
+            yield from self.release(name)
+            self._hold(name, name)
+        elif name in self._late:
+            self._parts[name] += 1
+        else:
+            yield self.event(name, -1)
+
+
+class Saved:
+    """What the forward, or a recomputation, has left for the backward: a tensor goes with its last reader.
+
+    Args:
+        dropped: what the recomputation has dropped already.
+    """
+
+    def __init__(self, ops: Sequence[Op], x_size: int, mode: Mode, dropped: Collection[str] = ()) -> None:
+        self._sizes = {"x": x_size, **sizes_of(ops)}
+        self._readers = Counter(name for op in ops for name in op.saves)
+        self._readers["x"] += mode != "none"  # the checkpoint
+        stored = kept(ops, mode).difference(dropped)
+        self._stored = [name for name in self._sizes if name in stored]
+
+    def read_by(self, op: Op) -> list[Event]:
+        """The backward of `op` has run."""
+        self._readers.subtract(op.saves)
+        return [self._free(name) for name in op.saves if not self._readers[name]]
+
+    def rest(self) -> list[Event]:
+        """What the forward has left and is still here: nobody has read it."""
+        return [self._free(name) for name in [*self._stored]]
+
+    def _free(self, name: str) -> Event:
+        if name not in self._stored:
+            return Event(f"again {name}", 0, -self._sizes[name], "recompute")
+        self._stored.remove(name)
+        return Event(name, 0, -self._sizes[name], "activations")
 
 
 def backward(
@@ -180,146 +279,64 @@ def backward(
 
     The gradient of the output is there as ("dx", +1) and is freed; that of "x" is left as ("dx", 0).
     """
-    sizes, gradients = {"x": x_size, **sizes_of(ops)}, gradients_of(ops, x_size)
-    needed = {name for op in ops for name in op.saves}
-    stored = kept(ops, mode)
-    events: list[Event] = []
-    dropped: set[str] = set()
-    if mode != "none":
-        again, made = recomputation(ops, early_stop), stored - {"x"}
-        events += forward(again, x_size, needed | {"x"}, "recompute", made=made, prefix="again ")
-        dropped = {name for op in again for name in op.inputs} - needed
-    left = Counter(name for op in ops for name in op.saves)
-    late = {op.output[0] for op in ops if op.waits}
-    waiting: dict[str, list[Op]] = {}
-    parts: list[str] = []
-    storage: dict[str, str] = {}  # whose gradient lies where: an operation that passes it on shares one
-    holders: Counter[str] = Counter()
-
-    def claim(value: str, at: str) -> None:
-        storage[value] = at
-        holders[at] += 1
-
-    def release(value: str) -> None:
-        at = storage.pop(value)
-        holders[at] -= 1
-        if not holders[at]:
-            offset = 1 if at == "out" else 0
-            events.append(Event("dx" if at in ("out", "x") else f"d {at}", offset, -gradients[at], "backward"))
-
-    def free_saved(name: str) -> None:
-        left[name] -= 1
-        if left[name]:
-            return
-        if name in stored and not (mode != "none" and name == "x"):
-            events.append(Event(name, 0, -sizes[name], "activations"))
-        elif name not in stored:
-            term = "recompute" if mode != "none" else "activations"
-            events.append(Event(f"again {name}" if mode != "none" else name, 0, -sizes[name], term))
-
-    claim("out", "out")
+    events = [] if mode == "none" else _recompute(ops, x_size, mode, early_stop)
+    dropped = {event.name for event in events if event.size < 0}
+    gradients, saved, ends = Gradients(ops, x_size), Saved(ops, x_size, mode, dropped), _ends(ops, mode)
     for op in reversed(ops):
-        if op.output[0] not in storage:  # it has no gradient: a mask
-            for name in op.saves:
-                free_saved(name)
+        if op.output[0] not in gradients:  # a mask
+            events += saved.read_by(op)
             continue
-        if op.temporary[1]:
-            events += _at_work(op, 1, 1)
-        for name in op.inputs:
-            if op.passes or (op.in_place and name == op.inputs[0]):
-                if name not in storage:
-                    claim(name, storage[op.output[0]])
-                continue
-            events.append(Event("dx" if name == "x" else f"d {name}", 0, gradients[name], "backward"))
-            if name in storage and storage[name] != name:  # added to a gradient that came from elsewhere
-                release(name)
-                claim(name, name)
-            elif name in late and name in storage:  # two parts that are added where they are read
-                parts.append(name)
-            elif name in storage:
-                events.append(Event("dx" if name == "x" else f"d {name}", 0, -gradients[name], "backward"))
-            else:
-                claim(name, name)
-        if op.weight:
-            events.append(Event(f"gradient of {op.name}", 0, op.weight, gradient_term))
-        if op.bias:
-            events.append(Event(f"gradient of {op.name}.bias", 0, op.bias, gradient_term))
-        if op.temporary[1]:
-            events += _at_work(op, 1, -1)
-        until = op.waits or (op.waits_again if mode == "op" else "")
-        waiting.setdefault(until or op.name, []).insert(0, op)
-        for done in () if until else waiting.pop(op.name):
-            release(done.output[0])
-            events += [Event(f"d {name}", 0, -gradients[name], "backward") for name in parts if name == done.output[0]]
-            for name in done.saves:
-                free_saved(name)
-    if mode != "none":
-        events.append(Event("x", 0, -sizes["x"], "activations"))
-        for name in stored - needed - {"x"} - dropped:  # kept by the policy, but read by nobody
-            events.append(Event(name, 0, -sizes[name], "activations"))
-    return events
+        events += [*_at_work(op, 1, 1), *gradients.of_inputs(op)]
+        events += [*_gradients_of_weights(op, gradient_term), *_at_work(op, 1, -1)]
+        for done in ends.get(op.name, ()):
+            events += [*gradients.release(done.output[0]), *saved.read_by(done)]
+    return events + saved.rest()
+
+
+def _recompute(ops: Sequence[Op], x_size: int, mode: Mode, early_stop: bool) -> list[Event]:
+    """The part of the forward that is run again."""
+    again = recomputation(ops, early_stop)
+    return forward(again, x_size, saved_by(ops) | {"x"}, made=kept(ops, mode) - {"x"})
+
+
+def _ends(ops: Sequence[Op], mode: Mode) -> dict[str, list[Op]]:
+    """By the operation whose backward ends them: itself, and those whose end inductor delays until then."""
+    ends: dict[str, list[Op]] = {}
+    for op in ops:
+        ends.setdefault(op.waits or (mode == "op" and op.waits_again) or op.name, []).append(op)
+    return ends
+
+
+def _gradients_of_weights(op: Op, term: str) -> list[Event]:
+    sizes = {op.name: op.weight, f"{op.name}.bias": op.bias}
+    return [Event(f"gradient of {name}", 0, size, term) for name, size in sizes.items() if size]
 
 
 def inputs_backward(ops: Sequence[Op], x_size: int) -> list[Event]:
     """The half of a backward that ends with the gradient of "x", without recomputation (torch: stage_backward_input).
 
     All that was saved stays, and so do the gradients that the weights' half starts from: those of the results of
-    operations with a weight. Gradients meet in a new tensor where somebody still holds the first.
+    operations with a weight.
     """
-    sizes = gradients_of(ops, x_size)
+    return _inputs_half(ops, x_size)[0]
+
+
+def _inputs_half(ops: Sequence[Op], x_size: int) -> tuple[list[Event], Gradients]:
+    """What happens, and the gradients that are left."""
     events: list[Event] = []
-    storage = {"out": "out"}
-    holders: Counter[str] = Counter({"out": 1})
+    gradients = Gradients(ops, x_size)
     for op in reversed(ops):
-        if op.output[0] not in storage:
+        if op.output[0] not in gradients:
             continue
-        if op.temporary[1]:
-            events += _at_work(op, 1, 1)
-        for name in op.inputs:
-            if op.passes and name not in storage:
-                storage[name] = storage[op.output[0]]
-                holders[storage[name]] += 1
-                continue
-            if op.passes:
-                continue
-            events.append(_gradient(name, sizes[name]))
-            at = storage.get(name)
-            if at is None or at == name:
-                events += [_gradient(name, -sizes[name])] * (at == name)
-            elif holders[at] > 1:  # the sum is a third tensor
-                events += [_gradient(name, sizes[name]), _gradient(name, -sizes[name])]
-                holders[at] -= 1
-            else:
-                events.append(_gradient(at, -sizes[at]))
-                holders[at] -= 1
-            storage[name] = name
-            holders[name] = 1
+        events += [*_at_work(op, 1, 1), *gradients.of_inputs(op)]
         if op.custom:
             events += [Event(f"gradient of {op.name}", 0, sign * op.weight, "backward") for sign in (1, -1)]
-        if op.temporary[1]:
-            events += _at_work(op, 1, -1)
+        events += _at_work(op, 1, -1)
         if op.held:
             events.append(Event(f"d {op.name}", 0, op.held, "backward"))
         if op.held or not op.weight:
-            at = storage[op.output[0]]
-            holders[at] -= 1
-            if not holders[at]:
-                events.append(_gradient(at, -sizes[at]))
-    return events
-
-
-def _gradient(at: str, size: int) -> Event:
-    """What lies where the gradient of `at` was made."""
-    return Event("dx" if at in ("out", "x") else f"d {at}", int(at == "out"), size, "backward")
-
-
-def held_gradients(ops: Sequence[Op]) -> dict[str, str]:
-    """Where the gradients lie that a backward for inputs leaves for the weights: of each operation with a weight."""
-    at = {"out": "out"}
-    for op in reversed(ops):
-        for name in op.inputs:
-            at[name] = name if not op.passes else at.get(name, at[op.output[0]])
-    return {op.output[0]: at[op.output[0]] for op in ops if op.weight}
+            events += gradients.release(op.output[0])
+    return events, gradients
 
 
 def weights_backward(
@@ -334,22 +351,16 @@ def weights_backward(
         What happens block by block, and what stays until the last node of the stage has gone: an operation with a
         weight gives up what it saved, all others are still held by those above them.
     """
-    sizes, gradients = {"x": x_size, **sizes_of(ops)}, gradients_of(ops, x_size)
-    left, held = Counter(name for op in ops for name in op.saves), held_gradients(ops)
-    events = []
+    saved, (_, gradients) = Saved(ops, x_size, "none"), _inputs_half(ops, x_size)
+    events: list[Event] = []
     for op in ops:
         if not op.weight:
             continue
-        unasked = [_gradient(name, gradients[name]) for name in op.inputs if op.custom]
-        if op.custom:
-            events += [*_at_work(op, 1, 1), *unasked]
-        for name, size in ((f"gradient of {op.name}", op.weight), (f"gradient of {op.name}.bias", op.bias)):
-            if size:
-                events += [Event(name, 0, size, gradient_term), *[Event(name, 0, -size, gradient_term)] * adds]
-        if op.custom:
-            events += [*_at_work(op, 1, -1), *(event._replace(size=-event.size) for event in unasked)]
-        at = held[op.output[0]]
-        events.append(Event(f"d {op.name}", 0, -op.held, "backward") if op.held else _gradient(at, -gradients[at]))
-        left.subtract(op.saves)
-        events += [Event(name, 0, -sizes[name], "activations") for name in op.saves if not left[name]]
-    return events, [Event(name, 0, -sizes[name], "activations") for name in left if left[name]]
+        unasked = [gradients.event(name, 1) for name in op.inputs if op.custom]
+        events += [*_at_work(op, 1, 1), *unasked] if op.custom else []
+        for made in _gradients_of_weights(op, gradient_term):
+            events += [made, *taken_back([made] * adds)]
+        events += [*_at_work(op, 1, -1), *taken_back(unasked)] if op.custom else []
+        events += [Event(f"d {op.name}", 0, -op.held, "backward")] if op.held else gradients.release(op.output[0])
+        events += saved.read_by(op)
+    return events, saved.rest()

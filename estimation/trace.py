@@ -6,12 +6,15 @@ Builds what one rank of a world of any size builds, through parallel/apply.py an
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode  # private; checked on torch 2.13
+from torch._subclasses.fake_tensor import UnsupportedOperatorException  # private; checked on torch 2.13
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache  # private; checked on torch 2.13
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # private; checked on torch 2.13
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private; checked on torch 2.13
@@ -22,12 +25,16 @@ from estimation.kernels import composites, gpu_kernels, held_messages
 from estimation.tracker import Record, Tracker
 from estimation.types import TRANSIENT, MemoryReport, Moment, Resident
 from titan_like.config import Config
+from titan_like.config.errors import TitanError
 from titan_like.fake import train
 from titan_like.models.flavors import resolve
 from titan_like.parallel import apply
 from titan_like.parallel.apply import wrap_model
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel
+
+if TYPE_CHECKING:
+    from estimation.compiled import Programs
 
 STEPS = 2  # the second has the optimizer's state from its start
 ROUNDING = 512  # bytes: the unit of the CUDA caching allocator
@@ -42,17 +49,33 @@ def trace(config: Config, world_size: int, rank: int, *, gpu: bool) -> MemoryRep
             themselves.
 
     Cost: one process, no collectives; seconds to a minute and less than 1 GiB for billions of parameters.
+
+    Raises:
+        TitanError: torch knows no shape function of an operator.
     """
     tracker, buffers = traced(config, world_size, rank, gpu=gpu)
     return report(tracker, world_size, rank, buffers, gpu=gpu, notes=left_out(config, gpu=gpu))
 
 
-def traced(config: Config, world_size: int, rank: int, *, gpu: bool) -> tuple[Tracker, int]:
-    """The events, and bytes of the buffers that were there before them."""
+def traced(
+    config: Config, world_size: int, rank: int, *, gpu: bool, programs: "Programs | None" = None
+) -> tuple[Tracker, int]:
+    """The events, and bytes of the buffers that were there before them.
+
+    Args:
+        programs: of compiled blocks, from traces that differ in nothing but the number of layers; it grows.
+    """
     with fake_world(world_size, rank):
-        model = wrap(config)
+        model = wrap(config, programs)
         with gpu_kernels() if gpu else nullcontext(), held_messages(until_wait=gpu):
-            tracker = track(model, config, FakeTensorMode(allow_non_fake_inputs=True))
+            # No shape function: no answer. torch would run the operator, on real tensors of full size.
+            mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+            try:
+                tracker = track(model, config, mode)
+            except UnsupportedOperatorException as error:
+                raise TitanError(
+                    f"a trace cannot tell what the operator {error.func} makes; use --engine formula"
+                ) from error
     index = model.sequence_index
     return tracker, 0 if index is None else index.nbytes
 
@@ -69,7 +92,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def wrap(config: Config) -> ParallelModel:
+def wrap(config: Config, programs: "Programs | None" = None) -> ParallelModel:
     """This rank's model on meta, its blocks compiled as estimation/compiled.py does, its loss not."""
     loss = config.compile.model_copy(update={"components": [c for c in config.compile.components if c != "loss"]})
     config = config.model_copy(update={"compile": loss})
@@ -79,7 +102,8 @@ def wrap(config: Config) -> ParallelModel:
         return wrap_model(shape, config, mesh, device)
     from estimation.compiled import compile_blocks  # takes a second: inductor
 
-    with patch.object(apply, "compile_blocks", compile_blocks):
+    known = {} if programs is None else programs
+    with patch.object(apply, "compile_blocks", partial(compile_blocks, programs=known)):
         return wrap_model(shape, config, mesh, device)
 
 

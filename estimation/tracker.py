@@ -257,6 +257,11 @@ class Tracker(TorchDispatchMode):
         finally:
             self._labels.pop()
 
+    def note(self, what: str) -> None:
+        """That something was not traced as it runs."""
+        if what not in self.notes:
+            self.notes.append(what)
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """What runs inside is not seen."""

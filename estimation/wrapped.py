@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from estimation.groups import Group, block_group, groups_of, local_rows
 from estimation.job import Job
-from estimation.tape import Event, Segment
+from estimation.tape import Event, Segment, taken_back
 from estimation.types import ALL_GATHER, REDUCE_SCATTER
 
 STATE = "optimizer state"
@@ -295,7 +295,3 @@ class GroupMemory:
 
 def event_of(name: str, size: int, term: str, pool: str = "main") -> Event:
     return Event(name, 0, size, term, pool)
-
-
-def taken_back(events: list[Event]) -> list[Event]:
-    return [event._replace(size=-event.size) for event in events]

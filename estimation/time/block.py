@@ -148,7 +148,7 @@ class Coster:
         job = self.job
         flops = op.flops * (ATTENTION_BACKWARD if is_backward else 1.0)
         length = job.seq_len // job.cp
-        if job.cp > 1 and job.documents:
+        if self.shape.mask:
             flops *= 2  # a dense mask hides nothing from the kernel
         elif job.cp > 1 and not self.way.load_balance:
             flops *= (2 * job.cp - 1) / job.cp  # the last rank sees everything
@@ -174,8 +174,7 @@ class Coster:
     def _collective(self, op: Op, ops: list[Op], *, is_backward: bool) -> Seconds:
         """Tensor parallel: exposed, unless asynchronous; the backward of a gathering is a scattering."""
         if op.name.endswith("everywhere"):
-            cp = self.job.cp
-            return Seconds({CONTEXT: self.network.gather(op.moved * cp / (cp - 1), self.context)})
+            return self._everywhere(op)
         tp = self.job.tp
         is_gather = op.name.endswith("gathered") != is_backward
         size = op.moved * tp / (tp - 1)
@@ -189,6 +188,14 @@ class Coster:
             if not is_gather:  # the parts of all ranks are written first, then added by a kernel of its own
                 seconds += self.speed.moving(2 * self.shape.wide + self.shape.hidden)
         return Seconds({TENSOR: seconds})
+
+    def _everywhere(self, op: Op) -> Seconds:
+        """Keys or values of all ranks: gathered, put in the order of the sequence, heads repeated; the backward undoes
+        it all. Compiled, one kernel does the last two."""
+        whole, made = op.moved * self.job.cp / (self.job.cp - 1), op.output[1]
+        in_order = 2 * whole if made > whole and not self.shape.compiled else 0
+        moved = self.speed.moving(in_order + whole + made)
+        return Seconds({CONTEXT: self.network.gather(whole, self.context), POINTWISE: moved})
 
     def _embedding(self) -> Unit:
         shape, job = self.shape, self.job
@@ -207,12 +214,13 @@ def traffic(op: Op, shape: Shape) -> tuple[float, float]:
     """Bytes that a memory-bound operation reads and writes, forward and backward.
 
     Per number of the output, by the kernels that PyTorch runs: compiled, a block's chains of them are one kernel each,
-    a sum is read by the norm in the same kernel, and silu is part of the gate.
+    a sum is read by the norm in the same kernel, and silu is part of the gate. Attention makes numbers of a mask, in
+    every block; without context parallelism the block makes the mask too, and cuts it to what is causal.
     """
     e, numbers = shape.number, op.output[1] // shape.number
     if op.name == "attention rows":  # copied into the order that the next product reads
         return numbers * 2 * e, 0.0
-    if op.name.endswith(("heads", "everywhere")):  # reads each key head once
+    if op.name.endswith("heads"):  # reads each key head once
         share = 1 + shape.model.n_kv_heads / shape.model.n_heads
         return numbers * e * share, numbers * e * share
     kind = "norm" if op.extra else "rotate" if op.name in ("q", "k") else op.name.split()[0]
@@ -222,12 +230,13 @@ def traffic(op: Op, shape: Shape) -> tuple[float, float]:
         "silu": (0, 0),
         "gate": (3 * e, 6 * e),
         "residual": (3 * e, 0),
+        "mask": (1 + e, 0),
     }
     rotate = {"halves": 40 + 2 * e, "complex": 16 + 2 * e}[shape.profile.rope]
     norm = (2 * e, 5 * e) if shape.profile.norm == "fused" else (24 + 4 * e, 48 + 8 * e)
     eager = {
         "norm": norm, "rotate": (rotate, rotate), "silu": (2 * e, 3 * e), "gate": (3 * e, 6 * e),
-        "residual": (3 * e, 3 * e),
+        "residual": (3 * e, 3 * e), "mask": (1 + e if shape.cp > 1 else 4 + e, 0),
     }  # fmt: skip
     forward, backward = (fused if shape.compiled else eager)[kind]
     return numbers * forward, numbers * backward

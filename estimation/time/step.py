@@ -33,8 +33,8 @@ class StepTime:
         seconds: of the step.
         tokens_per_second: of one device.
         mfu: share of the bf16 peak, as the trainer counts it.
-        bubble: share of the pipeline ranks' time in which they wait for each other; 0 without pipelining.
-        parts: seconds by kind, of the rank that works longest; they sum to `seconds`.
+        rank: the pipeline rank that works longest.
+        parts: its seconds by kind; they sum to `seconds`.
         ran: when every pipeline rank ran what, for one loaded micro-batch.
         stages: what the actions consist of.
     """
@@ -42,10 +42,15 @@ class StepTime:
     seconds: float
     tokens_per_second: float
     mfu: float
-    bubble: float
+    rank: int
     parts: Seconds
     ran: Sequence[Sequence[Ran]] = field(repr=False)
     stages: Sequence[StageTime] = field(repr=False)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which `rank` waits for other ranks of the pipeline; 0 without pipelining."""
+        return self.parts.get(BUBBLE, 0.0) / self.seconds
 
     @property
     def exposed(self) -> float:
@@ -61,15 +66,15 @@ def step_time(job: Job, device: Device, way: Way) -> StepTime:
     """
     coster = coster_of(job, way, device)
     stages = stage_times(coster)
-    ran, parts, bubble = _whole(job, stages[0]) if job.pp == 1 else _pipelined(job, stages, coster.network)
+    ran, parts, rank = _whole(job, stages[0]) if job.pp == 1 else _pipelined(job, stages, coster.network)
     parts[UPDATE] = max(_update(job, coster.speed, stages, row) for row in job.actions)
     seconds = parts.total
     tokens = job.batch_rows * job.accumulation * job.seq_len / (job.cp * job.tp * job.pp)
     mfu = flops_per_token(job.model, job.seq_len) * tokens / seconds / (device.tflops * 1e12)
-    return StepTime(seconds, tokens / seconds, mfu, bubble, parts, ran, stages)
+    return StepTime(seconds, tokens / seconds, mfu, rank, parts, ran, stages)
 
 
-def _whole(job: Job, stage: StageTime) -> tuple[list[list[Ran]], Seconds, float]:
+def _whole(job: Job, stage: StageTime) -> tuple[list[list[Ran]], Seconds, int]:
     """Without pipelining: the first of a step's micro-batches gathers what stays, the last one reduces."""
     gathering = job.accumulation if job.reshard else 1
     reducing = 1 if job.reduces_once else job.accumulation
@@ -82,10 +87,10 @@ def _whole(job: Job, stage: StageTime) -> tuple[list[list[Ran]], Seconds, float]
     forward = stage.run("F", True).seconds
     backward = stage.run("B", not job.reduces_once or job.accumulation == 1).seconds
     ran = [Ran(Action("F", 0, 0), 0.0, forward), Ran(Action("B", 0, 0), forward, forward + backward)]
-    return [ran], parts, 0.0
+    return [ran], parts, 0
 
 
-def _pipelined(job: Job, stages: Sequence[StageTime], network: Network) -> tuple[list[list[Ran]], Seconds, float]:
+def _pipelined(job: Job, stages: Sequence[StageTime], network: Network) -> tuple[list[list[Ran]], Seconds, int]:
     passes = _passes(job, stages)
     message = network.send(job.shape.hidden, job.world_size // job.pp)
     ran = simulate(job.actions, len(stages), {action: run.seconds for action, run in passes.items()}, message)
@@ -100,8 +105,7 @@ def _pipelined(job: Job, stages: Sequence[StageTime], network: Network) -> tuple
     tail = ends[longest] - ran[longest][-1].end  # packing for one stage may be hidden by another stage's work
     parts.add({COPIES: min(packing, tail), FSDP: tail - min(packing, tail)})
     parts[BUBBLE] = max(0.0, max(ends) - parts.total)
-    bubble = 1 - sum(busy) / (job.pp * max(row[-1].end for row in ran))
-    return ran, Seconds().add(parts, job.accumulation), bubble
+    return ran, Seconds().add(parts, job.accumulation), longest
 
 
 def _passes(job: Job, stages: Sequence[StageTime]) -> dict[Action, Pass]:

@@ -3,16 +3,18 @@
 Nothing is fitted to the rows: what the rows' trainers did comes from the profiles that memory uses too, and Way.
 """
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
 from pathlib import Path
 
 from estimation.devices import DEVICES, Device
+from estimation.profiles import NotCovered
+from estimation.row_checks import usable
+from estimation.row_table import LeftOut, Row, score_rows, total, write_lines
+from estimation.rows import is_torch, job_of_row
 from estimation.time.step import step_time
 from estimation.time.way import Way
-from estimation.validate import NotCovered, Row, job_of_row, read_rows, usable
 
 GPUS = {
     "H100 SXM (HBM2e 96GB": "h100-96gb-500w", "A100 80GB": "a100-80gb", "H200": "h200", "B200": "b200",
@@ -77,26 +79,27 @@ def way_of_row(row: Row) -> Way:
     )
 
 
-def score_times(path: Path) -> tuple[list[TimeScore], list[tuple[int, str]]]:
-    """Scores of all rows of PyTorch trainers with a throughput, and those left out: (line, reason).
+def score_times(path: Path) -> tuple[list[TimeScore], list[LeftOut]]:
+    """Scores of all rows of PyTorch trainers with a throughput, and the other rows: (line, reason).
 
     A run that is listed twice, with two measures of memory, counts once.
     """
-    scores, left_out, seen = [], [], set()
-    for line, row in read_rows(path):
-        is_torch = row["framework"].lower().startswith(("torchtitan", "torchtune", "prime-rl"))
-        if not is_torch or not row["tokens_per_s_per_gpu"]:
-            continue
+    seen: set[tuple[str, ...]] = set()
+
+    def score(line: int, row: Row) -> list[TimeScore]:
+        if not is_torch(row):
+            raise NotCovered(f"no step time for {row['framework'] or 'a trainer that is not named'}")
+        if not row["tokens_per_s_per_gpu"]:
+            raise NotCovered("no throughput is published")
         run = tuple(value for key, value in row.items() if "mem" not in key and key not in ("other_flags", "notes"))
         if run in seen:
-            continue
-        try:
-            with usable(row):
-                scores.append(_score(line, row))
-            seen.add(run)
-        except NotCovered as reason:
-            left_out.append((line, str(reason)))
-    return scores, left_out
+            raise NotCovered("the same run is in a line above")
+        with usable(row):
+            found = _score(line, row)
+        seen.add(run)
+        return [found]
+
+    return score_rows(path, score)
 
 
 def _score(line: int, row: Row) -> TimeScore:
@@ -108,8 +111,9 @@ def _score(line: int, row: Row) -> TimeScore:
     return TimeScore(line, family, table, row["complete"] == "1", float(row["tokens_per_s_per_gpu"]), predicted)
 
 
-def summary(scores: Sequence[TimeScore], left_out: Sequence[tuple[int, str]]) -> str:
-    """n, mean and 95th percentile of the absolute error by trainer, incomplete rows apart; then the ranking."""
+def summary(scores: Sequence[TimeScore], left_out: Sequence[LeftOut]) -> str:
+    """n, mean and 95th percentile of the absolute error by trainer, incomplete rows apart; the ranking;
+    and what became of all rows."""
     parts = []
     for name, chosen in _families(scores).items():
         errors = sorted(abs(score.error) for score in chosen)
@@ -117,7 +121,7 @@ def summary(scores: Sequence[TimeScore], left_out: Sequence[tuple[int, str]]) ->
         parts.append(f"{name} n {len(errors)} mean {sum(errors) / len(errors):.1f} % p95 {high:.1f} %")
     right, pairs, ordered, tables = ranking(scores)
     parts.append(f"order right in {right} of {pairs} pairs, {ordered} of {tables} tables whole")
-    return f"{'; '.join(parts)}; left out {len(left_out)}"
+    return f"{'; '.join(parts)}; {total(len(scores), len(left_out))}"
 
 
 def _families(scores: Sequence[TimeScore]) -> Mapping[str, list[TimeScore]]:
@@ -142,10 +146,11 @@ def ranking(scores: Sequence[TimeScore]) -> tuple[int, int, int, int]:
     return right, pairs, ordered, tables
 
 
-def write_table(path: Path, scores: Sequence[TimeScore]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["line", "trainer", "complete", "measured_tokens_per_s", "predicted", "error_percent"])
-        for score in scores:
-            values = (score.line, score.family, score.complete, score.measured)
-            writer.writerow([*values, f"{score.predicted:.0f}", f"{score.error:.1f}"])
+def write_table(path: Path, scores: Sequence[TimeScore], left_out: Sequence[LeftOut]) -> None:
+    """A line for each row."""
+    header = ["line", "trainer", "complete", "measured_tokens_per_s", "predicted", "error_percent"]
+    cells = [
+        (score.line, score.family, score.complete, score.measured, f"{score.predicted:.0f}", f"{score.error:.1f}")
+        for score in scores
+    ]
+    write_lines(path, header, cells, left_out)

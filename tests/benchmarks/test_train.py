@@ -68,12 +68,18 @@ def test_the_last_line_gives_ratios_to_the_best_loop_and_to_each_peer() -> None:
             "litgpt": ran(50, 80, 55),
             "torchtitan": train.Result(reason="No module named 'torchtitan'"),
         },
-        "compiled": {"titan_like": ran(110, 121, 132), "bare": train.Result(reason="no compiler")},
+        "compiled": {
+            "titan_like": ran(110, 121, 132),
+            "bare": train.Result(reason="no compiler"),
+            "litgpt, eager": ran(55, 110, 66),
+            "transformers, eager": ran(10, 10, 10),
+        },
+        "fsdp2": {"titan_like": ran(1, 1, 1), "litgpt": train.Result(reason="no GPU")},
     }
-    # Round by round: to the better loop (median 110) 0.5, 1.2, 1; to litgpt 2, 1.5, 2; compiled 121 to litgpt's 55.
+    # Round by round: to the better loop (median 110) 0.5, 1.2, 1; to litgpt 2, 1.5, 2; compiled 2, 1.1, 2.
     assert train.summary(results) == (
-        "titan_like / it: eager: best bare loop (bare, chunked loss) 1.00, litgpt 2.00; compiled: n/a; "
-        "compiled to the best eager peer: 2.20"
+        "titan_like / it: eager: best bare loop (bare, chunked loss) 1.00, litgpt 2.00; "
+        "compiled: best eager peer (litgpt) 2.00; fsdp2: n/a"
     )
 
 

@@ -67,7 +67,7 @@ BLOCK_MIB = {
 def test_activations_of_a_block(mode, is_compiled):
     shape = Shape(LLAMA_8B, 1, 8192, compiled=is_compiled, profile=TITAN_LIKE)
     ops = block_program(shape)
-    made = Segment.of(forward(ops, shape.hidden, kept(ops, mode), "activations"))
+    made = Segment.of(forward(ops, shape.hidden, kept(ops, mode)))
     assert made.delta[0] / MIB == BLOCK_MIB[mode, is_compiled]
     # The backward frees them and the gradient of the output, and leaves those of the input and of the weights.
     freed = Segment.of(backward(ops, shape.hidden, mode))
@@ -80,7 +80,7 @@ def test_the_other_products_are_kept_by_torchtitan():
     for is_compiled, expected in ((False, 497), (True, 433)):
         shape = Shape(LLAMA_8B, 1, 8192, compiled=is_compiled, profile=TITAN_2024_12)
         ops = block_program(shape)
-        assert Segment.of(forward(ops, shape.hidden, kept(ops, "op"), "activations")).delta[0] == expected * MIB
+        assert Segment.of(forward(ops, shape.hidden, kept(ops, "op"))).delta[0] == expected * MIB
 
 
 def test_a_published_peak():
@@ -230,7 +230,7 @@ def test_every_tensor_is_in_the_documentation():
     ],
 )
 def test_it_is_fast(world_size, argv):
-    """Less than 5 ms, of which a core of 2024 needs 4 for 20,000 calls of functions in Python."""
+    """Less than 5 ms: a core of 2024 takes 4.5 ms for 12,000 calls of functions in Python and what lies between."""
     config, calls = load_config(argv), Counter()
     memory_of(job_of(config, world_size))  # torch's tables of a schedule are looked up once
     sys.setprofile(lambda frame, event, argument: calls.update([event]))
@@ -238,7 +238,7 @@ def test_it_is_fast(world_size, argv):
         assert all(rank.peak.allocated for rank in memory_of(job_of(config, world_size)))
     finally:
         sys.setprofile(None)
-    assert calls["call"] < 20_000
+    assert calls["call"] < 14_000
 
 
 def test_a_cast_takes_nine_bytes_a_number_for_a_while():

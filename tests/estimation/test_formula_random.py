@@ -1,7 +1,6 @@
-"""The formula against the trace on random valid compositions: resident bytes are equal, peaks agree within 3 %, those
-of compiled blocks within 8 %: the order that inductor finds for a backward is not modelled.
+"""The formula against the trace on random valid compositions: resident bytes are equal, peaks agree within 3 %.
 
-Left out of the compiled ones: float8, and documents in fp32 on GPUs, whose mask the trace writes out for every head.
+Left out: compiled blocks in float8, whose casts the formula counts as uncompiled blocks make them.
 """
 
 import os
@@ -86,7 +85,7 @@ SEEDS = range(int(os.environ.get("RANDOM_COMPOSITIONS", "20")))  # about two sec
 def test_a_random_composition_agrees(seed: int) -> None:
     draw = random.Random(seed)
     config, world_size = random_config(draw)
-    assert not disagreement(draw, config, world_size, 0.03)
+    assert not disagreement(draw, config, world_size)
 
 
 @pytest.mark.slow
@@ -97,7 +96,7 @@ def test_a_random_compiled_composition_agrees(seed: int) -> None:
     config = with_compiled_blocks(config)
     if config.float8.enable or problems(config, world_size):
         pytest.skip("blocks of this composition are not compiled, or in float8")
-    assert not disagreement(draw, config, world_size, 0.08)
+    assert not disagreement(draw, config, world_size)
 
 
 def with_compiled_blocks(config: Config) -> Config:
@@ -106,17 +105,14 @@ def with_compiled_blocks(config: Config) -> Config:
     return config.model_copy(update={"compile": section})
 
 
-def disagreement(draw: random.Random, config: Config, world_size: int, allowed: float) -> str:
+def disagreement(draw: random.Random, config: Config, world_size: int) -> str:
     """What is wrong on one rank, if anything."""
     is_gpu = draw.random() < 0.5
-    is_wide = config.compile.enable and config.training.mixed_precision_param == "float32"
-    if is_gpu and is_wide and config.data.reset_attention_mask:
-        pytest.skip("in fp32 with documents the trace of compiled blocks writes the mask out for every head")
     memory = draw.choice(memory_of(job_of(config, world_size, TITAN_LIKE if is_gpu else TITAN_LIKE_CPU)))
     formula = memory.report()
     traced = trace(config, world_size, formula.rank, gpu=is_gpu)
     error = formula.peak_bytes / traced.peak_bytes - 1
-    if formula.resident == traced.resident and abs(error) <= allowed:
+    if formula.resident == traced.resident and abs(error) <= 0.03:
         return ""
     resident = "equal" if formula.resident == traced.resident else "different"
     return f"{world_size} ranks, {'GPU' if is_gpu else 'CPU'} kernels: peak {error:+.1%}, resident {resident}"

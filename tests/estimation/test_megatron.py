@@ -129,5 +129,5 @@ def test_rows_with_experts_in_a_column_and_summary_apart():
     assert [(score.kind, score.profile) for score in scores] == [
         ("resident", "Megatron-LM (Transformer Engine)"), ("allocated", "Megatron-LM (Transformer Engine)"),
     ]  # fmt: skip
-    assert "left out 0; Megatron-LM: resident n 1" in summary(scores, [(3, "Megatron-LM: no")])
-    assert summary(scores, [(3, "Megatron-LM: no")]).endswith("fit right 1 of 1; left out 1")
+    assert "fit right 0 of 0; Megatron-LM: resident n 1" in summary(scores, [])
+    assert summary(scores, [(3, "no")]).endswith("fit right 1 of 1; 2 rows: 1 scored, 1 left out")

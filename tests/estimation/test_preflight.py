@@ -53,3 +53,9 @@ def test_on_a_cpu_without_a_device_there_is_no_forecast():
     assert forecast_memory(config(), torch.device("cpu")) is None
     off = config("--estimation.preflight=off", "--estimation.device=h200")
     assert forecast_memory(off, torch.device("cpu")) is None
+
+
+def test_a_bad_device_file_is_refused_even_where_a_forecast_only_warns(tmp_path):
+    (tmp_path / "mine.toml").write_text('name = "mine"\nmemory_gib = "x"\n')
+    with pytest.raises(ConfigError, match=r"memory_gib is 'x' .*, tflops is missing"):
+        forecast_memory(config(f"--estimation.device={tmp_path / 'mine.toml'}"), torch.device("cpu"))

@@ -291,6 +291,43 @@ def test_a_block_that_cannot_be_compiled_is_traced_as_it_is_and_that_is_said(mon
     assert notes == ["compilation: a block is traced as it is, for RuntimeError: no cut today"]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dtype=bfloat16 recompute=selective",
+        "tp=2 documents=true",
+        "pp=2 schedule=1F1B",
+        "float8=tensorwise gather=true scales=true",
+        "tp=2 float8=tensorwise",
+        "float8=rowwise_with_gw_hp",
+        "compile=true layers=1 dtype=bfloat16",
+        "compile=true layers=1 float8=tensorwise dtype=bfloat16",
+        "compile=true layers=1 float8=rowwise dtype=bfloat16",
+        "compile=true layers=1 tp=2 float8=tensorwise dtype=bfloat16",
+    ],
+)
+def test_no_operator_runs_in_a_trace(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would run one without a shape function on real tensors of full size."""
+
+    def run(mode: object, operator: object, *_: object) -> None:
+        raise AssertionError(f"{operator} runs")
+
+    monkeypatch.setattr("torch._subclasses.fake_tensor.run_fallback_kernel", run)
+    config = composition(line)
+    if config.float8.enable:  # products of the hardware, which no CPU has to run
+        config = config.model_copy(update={"float8": config.float8.model_copy(update={"emulate": False})})
+    told = trace(config, 2, 0, gpu=True)
+    assert not [note for note in told.not_included if note.startswith("compilation")]
+
+
+def test_an_operator_without_a_shape_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("estimation.compiled._ExternKernels._scaled_mm")
+    config = composition("compile=true layers=1 float8=tensorwise dtype=bfloat16")
+    config = config.model_copy(update={"float8": config.float8.model_copy(update={"emulate": False})})
+    told = trace(config, 2, 0, gpu=True)
+    assert any("_scaled_mm" in note for note in told.not_included)
+
+
 def test_compiling_for_a_trace_leaves_nothing_behind_that_a_real_compilation_would_find() -> None:
     """Inductor's modules are kept by the source they were read from; a trace's are without kernels."""
     known = set(PyCodeCache.modules)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from estimation.profiles import NotCovered
 from estimation.time.validate import (
     TimeScore,
     device_of_row,
@@ -13,7 +14,7 @@ from estimation.time.validate import (
     summary,
     way_of_row,
 )
-from estimation.validate import NotCovered, main
+from estimation.validate import main
 
 ROW = {
     "source_url": "u", "framework": "torchtitan (FSDP2)", "framework_version": "torchtitan 9dec370 (2024-12-26)",
@@ -42,12 +43,13 @@ def test_a_published_table_is_scored(tmp_path, capsys):
     table = write(tmp_path / "runs.csv", [ROW, eager, float8, slow, {**ROW, "peak_mem_GiB": "5"}])
     main(["--csv", str(table), "--output", str(tmp_path / "out"), "--what", "time"])
     lines = capsys.readouterr().out.splitlines()
-    assert "left out: line 5: the speed of products in float8 rowwise is not published" in lines
+    assert "left out: 1 row (line 5): the speed of products in float8 rowwise is not published" in lines
+    assert "left out: 1 row (line 6): the same run is in a line above" in lines
     assert lines[-1].startswith("torchtitan n 3 mean ")
-    assert lines[-1].endswith("order right in 3 of 3 pairs, 1 of 1 tables whole; left out 1")
+    assert lines[-1].endswith("order right in 3 of 3 pairs, 1 of 1 tables whole; 5 rows: 3 scored, 2 left out")
     scores, _ = score_times(table)
     assert all(abs(score.error) < 15 for score in scores)
-    assert (tmp_path / "out/time.csv").read_text().count("\n") == 4
+    assert (tmp_path / "out/time.csv").read_text().count("\n") == 6
 
 
 def test_errors_and_order_by_hand():
@@ -76,6 +78,19 @@ def test_what_is_not_covered(changes, reason):
     with pytest.raises(NotCovered, match=reason):
         row = {**ROW, **changes}
         device_of_row(row), way_of_row(row)
+
+
+def test_rows_without_throughput_or_trainer_are_left_out_with_the_reason(tmp_path):
+    rows = [{**ROW, "tokens_per_s_per_gpu": ""}, {**ROW, "framework": "NeMo"}, {**ROW, "framework": ""},
+            {**ROW, "compile": "unknown"}, {**ROW, "complete": "abc"}]  # fmt: skip
+    scores, left_out = score_times(write(tmp_path / "runs.csv", rows))
+    assert [(score.line, score.complete) for score in scores] == [(6, False)]
+    assert dict(left_out) == {
+        2: "no throughput is published",
+        3: "no step time for NeMo",
+        4: "no step time for a trainer that is not named",
+        5: "compile is 'unknown'; known are no, per-block, yes, SimpleFSDP full inductor",
+    }
 
 
 def test_ways_of_rows():

@@ -237,7 +237,12 @@ def _pipeline_csv(config: Config, micro_batches: int) -> list[str]:
     path, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
     try:
         schedule = read_schedule(Path(path))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        return [
+            f"parallelism.pipeline_parallel_schedule {path} cannot be used: {error.strerror}; name a .csv file that "
+            f"can be read, or one of {', '.join(SCHEDULES)}"
+        ]
+    except ValueError as error:
         return [f"parallelism.pipeline_parallel_schedule {path} cannot be used: {error}"]
     problems = []
     if len(schedule.stages_of_rank) != degree:

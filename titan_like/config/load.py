@@ -60,8 +60,11 @@ class Given:
         return tree
 
 
-def load_config(argv: Sequence[str]) -> Config:
+def load_config(argv: Sequence[str], *, crossed: bool = True) -> Config:
     """The config that `argv` (without the program's name) asks for.
+
+    Args:
+        crossed: settings must go together; False: somebody else chooses some of them, and checks all.
 
     Raises:
         ConfigError: with all problems of the file and the command line.
@@ -80,7 +83,7 @@ def load_config(argv: Sequence[str]) -> Config:
     config, refused_of_line = _check(given)
     problems = given.problems + refused + line.problems + refused_of_line
     named = [name for name in map(".".join, FIELDS) if any(name in problem for problem in problems)]
-    if is_read:  # conflicts with a default that stands in for a refused or misspelt value would mislead
+    if is_read and crossed:  # conflicts with a default that stands in for a refused or misspelt value would mislead
         problems += [text for text in cross_checks(config) if not any(name in text for name in named)]
     if problems:
         raise ConfigError(*problems)

@@ -1,0 +1,51 @@
+"""The programs of compiled blocks, counted by hand; the trace confirms them (test_formula_random.py, test_trace.py)."""
+
+from collections import Counter
+
+import pytest
+
+from estimation.compiled_block import CompiledBlock, compiled_backward, compiled_forward
+from estimation.program import Shape
+from estimation.tape import Mode
+from titan_like.models.flavors import ModelConfig
+
+# D 32, 4 heads of 8, 2 key heads, F 48; T 128 tokens in bf16.
+MODEL = ModelConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, max_seq_len=128)
+T, KEEP = 128, ("wk", "attention", "wo", "w3")
+KEPT = {
+    # n1, wo, n2; q, k and v of four heads; w1, w3, gate; attention with a log-sum-exp; 1 / rms of two norms.
+    "none": T * (3 * 32 + 3 * 32 + 3 * 48 + 32) * 2 + T * 4 * 4 + 2 * T * 4,
+    "op": T * (16 + 32 + 32 + 48) * 2 + T * 4 * 4,
+    "full": 0,
+}
+WEIGHTS = (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) * 2
+
+
+@pytest.mark.parametrize("mode", list(KEPT))
+def test_what_a_forward_leaves_a_backward_takes(mode: Mode) -> None:
+    shape = Shape(MODEL, rows=1, seq_len=T, compiled=True)
+    forward = compiled_forward(CompiledBlock(shape, KEEP), mode)
+    hidden = T * 32 * 2
+    assert sum(event.size for event in forward) == KEPT[mode] + hidden  # and its result
+    backward = compiled_backward(CompiledBlock(shape, KEEP), mode, "reduce-scatter")
+    left = Counter[tuple[str, int]]()
+    for event in backward:
+        left[event.name, event.offset] += event.size
+    assert sum(left.values()) == WEIGHTS - KEPT[mode] - hidden  # of x, the gradient of which takes the place of another
+    assert left["x", 0] == -hidden and left["dx", 0] == hidden and left["dx", 1] == -hidden
+
+
+def test_recompute_of_a_whole_block_makes_all_of_its_forward_twice() -> None:
+    """From outside of what is compiled: both times everything is there until the block has run."""
+    shape = Shape(MODEL, rows=1, seq_len=T, compiled=True)
+    made = [event.size for event in compiled_forward(CompiledBlock(shape, KEEP), "none")]
+    assert [event.size for event in compiled_forward(CompiledBlock(shape, KEEP), "full")][: len(made)] == made
+    assert [event.size for event in compiled_backward(CompiledBlock(shape, KEEP), "full", "gradients")][: len(made)] == made
+
+
+def test_no_tensor_is_freed_before_it_is_made() -> None:
+    shape = Shape(MODEL, rows=2, seq_len=T // 2, tp=2, compiled=True)
+    there: Counter[str] = Counter()
+    for event in compiled_forward(CompiledBlock(shape), "none"):
+        there[event.name + "out" * event.offset] += event.size
+        assert min(there.values()) >= 0, event

@@ -44,12 +44,32 @@ class Float8Block(CompiledBlock):
         # Norms that are only cast are computed where they are; so is the gate in the backward.
         of = {**READERS, "attention rows": ("wo",)}
         self.unmade = {n for n in of if (t == 1 or n == "attention rows") and names.issuperset(of[n]) and not self.is_hp}
+        self._has_columns = False
         self.reads = {"n1": ("x", "n1.rstd"), "n2": ("x", self.wo, "n2.rstd"), "attention rows": ("attention",)}
 
     def forward(self, mode: Mode) -> list[Kernel]:
-        return list(self._cast(super().forward(mode), self._rounded(mode)))
+        program = list(self._cast(super().forward(mode), self._rounded(mode)))
+        return [*program, *self._columns()] if self._keeps_columns and mode != "op" else program
+
+    @property
+    def _keeps_columns(self) -> bool:
+        """With tensor parallelism weights and gathered inputs are kept as they are cast, lying the other way."""
+        return self.shape.tp > 1 and not self.is_hp
+
+    def _is_column(self, source: str) -> bool:
+        """Whether nobody but products in float8 reads it."""
+        return self.names.issuperset(READERS[source.partition(" ")[0]])
+
+    def _columns(self) -> list[Kernel]:
+        numbers = self.wide[0]
+        gathered = [n for n in (self.n1, self.n2) if self._is_column(n)]
+        return [
+            *(fused(f"{n} column", (numbers, 1), n) for n in gathered),
+            *(fused(f"{n} weight column", (self.sides[n][0] * self.sides[n][1], 1)) for n in sorted(self.names)),
+        ]  # fmt: skip
 
     def backward(self, mode: Mode) -> list[Kernel]:
+        self._has_columns = self._keeps_columns and mode != "op"
         program = list(self._cast(super().backward(mode), self._rounded(mode)))
         if mode == "op" or self.shape.tp > 1 or self.float8.emulated != self.is_hp or self.float8.recipe == "rowwise":
             return program
@@ -103,25 +123,35 @@ class Float8Block(CompiledBlock):
         if self._is_gate_cast:
             gate.append(self._input("w2", "gate"))
             column = [self._gradient("w2", "column", *d_gate.reads)]
+            weight, w = self._weight_back("w2")
             first = [
-                self._gradient("w2", "row", *d_gate.reads), *([] if late else column), *self._weight("w2"),
-                *self._result("d gate", ("w2 row", "w2 weight"), F), *(column if late else []),
+                self._gradient("w2", "row", *d_gate.reads), *([] if late else column), *weight,
+                *self._result("d gate", ("w2 row", w), F), *(column if late else []),
             ]  # fmt: skip
             last = self._result("gradient of w2", ("w2 column", "w2 input"), self.weights["w"])
         else:
             gate = gate if late else []
             first, last = ([d_gate], [w2]) if late else ([w2, d_gate], [])
+        (w3, of_w3), (w1, of_w1) = self._weight_back("w3"), self._weight_back("w1")
         return [
             *first, *gate, *fp32,
             self._gradient("w3", "row", *at_once), self._gradient("w3", "column", *at_once),
             *([w1_row] if is_together else []), *last,
-            *self._weight("w3"), *self._result("d n2", ("w3 row", "w3 weight"), self.wide),
+            *w3, *self._result("d n2", ("w3 row", of_w3), self.wide),
             *([] if is_together else [w1_row]),
-            *self._weight("w1"), *self._result("d n2 too", ("w1 row", "w1 weight"), self.wide),
+            *w1, *self._result("d n2 too", ("w1 row", of_w1), self.wide),
             self._gradient("w1", "column", "w1 row" if self.is_tensorwise else "d w1"),
         ]  # fmt: skip
 
     # Operands
+
+    def _weight_back(self, name: str) -> tuple[list[Kernel], str]:
+        """What makes a weight for the backward, and what it is called."""
+        column = f"{name} weight column"
+        if not self._has_columns:
+            return self._weight(name), f"{name} weight"
+        D, N = self.sides[name]
+        return ([fused(f"{name} weight", (D * N, 4), column)], f"{name} weight") if self.float8.emulated else ([], column)
 
     def _from(self, source: str) -> tuple[str, ...]:
         return self.reads[source] if source in self.unmade else (source,)
@@ -190,8 +220,9 @@ class Float8Block(CompiledBlock):
         yield self._gradient(layer, "row", source)
         if not self.is_hp:
             yield self._gradient(layer, "column", source)
-        yield from self._weight(layer)
-        yield from self._result(name, (f"{layer} row", f"{layer} weight"), size, rounded)
+        kernels, weight = self._weight_back(layer)
+        yield from kernels
+        yield from self._result(name, (f"{layer} row", weight), size, rounded)
 
     def _weight_backward(self, kernel: Kernel, made: set[str]) -> Iterator[Kernel]:
         [(name, size)], [d, source] = kernel.makes.items(), kernel.reads
@@ -200,6 +231,12 @@ class Float8Block(CompiledBlock):
         readers = [x for x in READERS.get(norm, (layer,)) if x in self.names]
         is_one = norm == "n2" or self.float8.emulated
         given = readers[0] if is_one else layer
+        column = f"{source} column"
+        if self._has_columns and norm in READERS and self._is_column(source):
+            if not self.float8.emulated:
+                yield from self._result(name, (f"{layer} column", column), size)
+                return
+            source = column
         if given not in made:
             made.add(given)
             yield self._input(given, source)
@@ -228,10 +265,6 @@ class SentBlock(Float8Block):
         return [
             cast, collective(f"{name} message", f"{name} cast", whole), fused(gathered, whole, f"{name} message")
         ]  # fmt: skip
-
-    def forward(self, mode: Mode) -> list[Kernel]:
-        program = super().forward(mode)
-        return program if mode == "op" else [*program, *self._columns()]
 
     def backward(self, mode: Mode) -> list[Kernel]:
         self._has_columns = mode != "op"
@@ -282,16 +315,12 @@ class SentBlock(Float8Block):
     def _input_backward(self, kernel: Kernel, rounded: Collection[str]) -> Iterator[Kernel]:
         [(name, size)], [source] = kernel.makes.items(), kernel.reads
         layer = LAYER[name]
-        D, N = self.sides[layer]
-        row, weight = f"{layer} row", f"{layer} weight"
+        row, (kernels, weight) = f"{layer} row", self._weight_back(layer)
         if self._is_sent(source) and not self.float8.emulated:
             row = source
         else:
             yield self._gradient(layer, "row", source)
-        if self._has_columns and not self.float8.emulated:
-            weight = f"{layer} weight column"
-        else:
-            yield fused(weight, (D * N, self.cast), *([f"{layer} weight column"] if self._has_columns else []))
+        yield from kernels
         yield from self._result(name, (row, weight), size, rounded)
 
     def _weight_backward(self, kernel: Kernel, made: set[str]) -> Iterator[Kernel]:
@@ -299,21 +328,21 @@ class SentBlock(Float8Block):
         layer = name.removeprefix("gradient of ")
         yield self._gradient(layer, "column", d if self._is_sent(d) else f"{layer} row")
         numbers, column, operand = self.shape.tokens * self.sides[layer][0], f"{source} column", f"{source} back"
-        if self._has_columns and not self.float8.emulated:
-            operand = column
+        if self._has_columns:
+            operand = f"{source} input" if self.float8.emulated else column
         elif operand not in made:
             made.add(operand)
-            read = (column,) if self._has_columns else self._from(source)
-            yield fused(operand, (numbers, self.cast), *read)
+            yield fused(operand, (numbers, self.cast), *self._from(source))
         yield from self._result(name, (f"{layer} column", operand), size)
 
     def _columns(self) -> list[Kernel]:
-        """Of all operands, made together at the end."""
+        """Of all operands, made together at the end; emulated products have read fp32 numbers, which are kept."""
         found = dict[str, Kernel]()
         for name in sorted(self.names):
             D, N = self.sides[name]
             source = {"wo": self.attended, "w2": "gate"}.get(name, self.n2 if name in READERS["n2"] else self.n1)
             cast = source if self._is_sent(source) else f"{source} early"
-            found[source] = fused(f"{source} column", (self.shape.tokens * D, 1), cast)
+            if not self.float8.emulated:
+                found[source] = fused(f"{source} column", (self.shape.tokens * D, 1), cast)
             found[name] = fused(f"{name} weight column", (D * N, 1))
         return list(found.values())

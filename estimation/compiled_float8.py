@@ -1,4 +1,5 @@
-"""A compiled block in float8: the casts around the products of compiled_block.py. Letters as there; N columns of a product.
+"""A compiled block in float8: the casts around the products of compiled_block.py. Letters as there; N columns of a
+product.
 
 Read from what torch 2.13 writes for a CPU of torchao 0.18's layers. A float8 number is a byte; where products are
 emulated inductor writes what they read as fp32 at once.
@@ -32,7 +33,7 @@ class Float8Block(CompiledBlock):
         self.float8, self.names = float8, names
         self.is_hp = float8.recipe == "rowwise_with_gw_hp"
         self.cast = 4 if float8.emulated else 1
-        # Products of rows have results of 16 bits, which are what is read but where numbers of the compute dtype must be.
+        # Scaled by rows, products have results of 16 bits, and these are what is read and kept.
         self.result = 4 if float8.emulated else 2 if float8.recipe != "tensorwise" else shape.number
         self.is_tensorwise = float8.recipe == "tensorwise"
         m, t = shape.model, shape.tp
@@ -42,23 +43,23 @@ class Float8Block(CompiledBlock):
             "w1": (m.dim, F), "w3": (m.dim, F), "w2": (F, m.dim),
         }  # fmt: skip
         # Norms that are only cast are computed where they are; so is the gate in the backward.
-        of = {**READERS, "attention rows": ("wo",)}
-        self.unmade = {n for n in of if (t == 1 or n == "attention rows") and names.issuperset(of[n]) and not self.is_hp}
-        self._has_columns = False
+        of = {**(READERS if t == 1 else {}), "attention rows": ("wo",)}
+        self.unmade = {name for name in of if names.issuperset(of[name]) and not self.is_hp}
         self.reads = {"n1": ("x", "n1.rstd"), "n2": ("x", self.wo, "n2.rstd"), "attention rows": ("attention",)}
 
     def forward(self, mode: Mode) -> list[Kernel]:
         program = list(self._cast(super().forward(mode), self._rounded(mode)))
-        return [*program, *self._columns()] if self._keeps_columns and mode != "op" else program
+        return [*program, *self._columns()] if self._has_columns else program
 
     @property
-    def _keeps_columns(self) -> bool:
-        """With tensor parallelism weights and gathered inputs are kept as they are cast, lying the other way."""
-        return self.shape.tp > 1 and not self.is_hp
+    def _has_columns(self) -> bool:
+        """With tensor parallelism weights and gathered inputs are kept as they are cast, lying the other way. (It is
+        not compiled with recompute per operation.)"""
+        return self.shape.tp > 1
 
     def _is_column(self, source: str) -> bool:
         """Whether nobody but products in float8 reads it."""
-        return self.names.issuperset(READERS[source.partition(" ")[0]])
+        return not self.is_hp and self.names.issuperset(READERS[source.partition(" ")[0]])
 
     def _columns(self) -> list[Kernel]:
         numbers = self.wide[0]
@@ -69,7 +70,6 @@ class Float8Block(CompiledBlock):
         ]  # fmt: skip
 
     def backward(self, mode: Mode) -> list[Kernel]:
-        self._has_columns = self._keeps_columns and mode != "op"
         program = list(self._cast(super().backward(mode), self._rounded(mode)))
         if mode == "op" or self.shape.tp > 1 or self.float8.emulated != self.is_hp or self.float8.recipe == "rowwise":
             return program
@@ -79,85 +79,115 @@ class Float8Block(CompiledBlock):
 
     def _is_early(self, kernel: Kernel) -> bool:
         name = next(iter(kernel.makes), "")
-        return name.endswith(" weight") or name == "wo input"
+        return name.endswith(" weight back") or name == "wo input back"
 
     def _units_backward(self, mode: Mode) -> list[Kernel]:
         program = super()._units_backward(mode)
-        is_plain = self.is_hp and not self.float8.emulated
-        if is_plain or not self.names.issuperset(("w1", "w3")):
+        if not self.names.issuperset(("w1", "w3")):
             gate = [fused("gate", self.units, "w1", "w3")] if mode != "op" and self._is_gate_cast else []
             return [*gate, *program]
         names = [next(iter(kernel.makes)) for kernel in program]
         start = min(names.index("d gate"), names.index("gradient of w2") if mode != "op" else len(names))
         given, after = dict(zip(names, program, strict=True)), program[names.index("d n2 too") + 1 :]
         if self.is_hp:
-            return [*program[:start], *self._units_emulated(mode, given), *after]
+            units = self._units_emulated if self.float8.emulated else self._units_twice
+            return [*program[:start], *units(mode, given), *after]
         first = given["d gate"], given["gradient of w2"]
         last = given["gradient of w3"], given["gradient of w1"]
-        return [*program[:start], *self._units_cast(mode, *first), *after, *last]
+        again = [self._input_back("w1", self.n2)] if mode == "op" and self.float8.emulated else []
+        return [*program[:start], *again, *self._units_cast(mode, *first), *after, *last]
 
     @property
     def _is_gate_cast(self) -> bool:
         return "w2" in self.names and not self.is_hp
 
+    def _units_twice(self, mode: Mode, given: dict[str, Kernel]) -> list[Kernel]:
+        """Gradients of both units are kept and cast."""
+        F, d_gate, w2 = self.units, given["d gate"], given["gradient of w2"]
+        rows = [self._gradient("w3", "row", "d w3"), self._gradient("w1", "row", "d w1")]
+        if mode == "op":
+            gate = [fused("silu", F, "w1"), fused("gate", F, "silu", "w3")]
+            over = fused("d w1", F, "w1", "d gate", "w3", over="w3")
+            first = [d_gate, *gate, w2, fused("d w3", F, "silu", "d gate"), over, *rows]
+        else:
+            first = [w2, d_gate, given["d w3"], *rows]
+        (w3, of_w3), (w1, of_w1) = self._weight_back("w3"), self._weight_back("w1")
+        return [
+            *first,
+            *w3, *self._result("d n2", ("w3 row", of_w3), self.wide), given["gradient of w3"],
+            *w1, *self._result("d n2 too", ("w1 row", of_w1), self.wide), given["gradient of w1"],
+        ]  # fmt: skip
+
     def _units_emulated(self, mode: Mode, given: dict[str, Kernel]) -> list[Kernel]:
         """Gradients of weights are products of whole numbers, which come first."""
         F, read = self.units, ("w1", "d gate", "w3")
         gate = [fused("gate", F, *read)] if mode == "op" else []
-        w2 = given["gradient of w2"]
+        w2, (weights, weight) = given["gradient of w2"], self._weight_back("w1")
         return [
             *([] if gate else [w2]), given["d gate"], *gate,
-            fused("d w3", F, *read), fused("d silu", (F[0], 4), *read), fused("d w1", F, *read), *([w2] if gate else []),
-            given["gradient of w1"], given["gradient of w3"],
-            self._gradient("w1", "row", "w1", "w3", "d silu"), *self._weight("w1"),
-            *self._result("d n2 too", ("w1 row", "w1 weight"), self.wide), given["d n2"],
+            fused("d w3", F, *read), fused("d silu", (F[0], 4), *read), fused("d w1", F, *read),
+            *([w2] if gate else []), given["gradient of w1"], given["gradient of w3"],
+            self._gradient("w1", "row", "w1", "w3", "d silu"), *weights,
+            *self._result("d n2 too", ("w1 row", weight), self.wide), given["d n2"],
         ]  # fmt: skip
 
     def _units_cast(self, mode: Mode, d_gate: Kernel, w2: Kernel) -> list[Kernel]:
         """Gradients of both units are cast where they are made, with the gate."""
         F, at_once, late = self.units, ("w1", "w3", "d gate"), mode == "op"
-        fp32 = [fused("d silu", (F[0], 4), *at_once)] if self.is_tensorwise else [fused("d w1", F, *at_once)]
-        w1_row = self._gradient("w1", "row", *(("w1", "d gate", "w3", "d silu") if self.is_tensorwise else ("d w1",)))
-        is_together = self.float8.emulated or not late
+        is_silu = self.is_tensorwise or self.float8.emulated or not self._is_gate_cast
+        fp32 = [fused("d silu", (F[0], 4), *at_once)] if is_silu else [fused("d w1", F, *at_once)]
+        w1_row = self._gradient("w1", "row", *((*at_once, "d silu") if is_silu else ("d w1",)))
+        w1_column = self._gradient("w1", "column", "w1 row" if is_silu else "d w1")
+        is_alone = self.shape.tp > 1 and not self._is_gate_cast  # one gradient after the other
+        is_emulated = self.float8.emulated and not is_alone
+        is_together = is_emulated or not (late or is_alone)
+        w3_column = self._gradient(
+            "w3", "column", "w3 row" if is_alone else "d gate", *([] if is_alone else ["w1", "w3"])
+        )
+        at_end = is_alone
         gate, column = [fused("gate", F, *at_once)], list[Kernel]()
         if self._is_gate_cast:
             gate.append(self._input("w2", "gate"))
             column = [self._gradient("w2", "column", *d_gate.reads)]
-            weight, w = self._weight_back("w2")
+            (weight, w), is_late = self._weight_back("w2"), late and not self.float8.emulated
             first = [
-                self._gradient("w2", "row", *d_gate.reads), *([] if late else column), *weight,
-                *self._result("d gate", ("w2 row", w), F), *(column if late else []),
+                self._gradient("w2", "row", *d_gate.reads), *([] if is_late else column), *weight,
+                *self._result("d gate", ("w2 row", w), F), *(column if is_late else []),
             ]  # fmt: skip
             last = self._result("gradient of w2", ("w2 column", "w2 input"), self.weights["w"])
         else:
-            gate = gate if late else []
+            gate = [*(gate if late else []), fused("d w3", F, *at_once)]
             first, last = ([d_gate], [w2]) if late else ([w2, d_gate], [])
         (w3, of_w3), (w1, of_w1) = self._weight_back("w3"), self._weight_back("w1")
         return [
             *first, *gate, *fp32,
-            self._gradient("w3", "row", *at_once), self._gradient("w3", "column", *at_once),
-            *([w1_row] if is_together else []), *last,
-            *w3, *self._result("d n2", ("w3 row", of_w3), self.wide),
+            self._gradient("w3", "row", *at_once), *([] if at_end else [w3_column]),
+            *([w1_row] if is_together else []), *([w1_column] if is_emulated else []), *last,
+            *w3, *self._result("d n2", ("w3 row", of_w3), self.wide), *([w3_column] if at_end else []),
             *([] if is_together else [w1_row]),
             *w1, *self._result("d n2 too", ("w1 row", of_w1), self.wide),
-            self._gradient("w1", "column", "w1 row" if self.is_tensorwise else "d w1"),
+            *([] if is_emulated else [w1_column]),
         ]  # fmt: skip
 
     # Operands
 
     def _weight_back(self, name: str) -> tuple[list[Kernel], str]:
         """What makes a weight for the backward, and what it is called."""
-        column = f"{name} weight column"
-        if not self._has_columns:
-            return self._weight(name), f"{name} weight"
         D, N = self.sides[name]
-        return ([fused(f"{name} weight", (D * N, 4), column)], f"{name} weight") if self.float8.emulated else ([], column)
+        column, back = f"{name} weight column", f"{name} weight back"
+        if self._has_columns and not self.float8.emulated:
+            return [], column
+        return [fused(back, (D * N, self.cast), *([column] if self._has_columns else []))], back
 
     def _from(self, source: str) -> tuple[str, ...]:
         return self.reads[source] if source in self.unmade else (source,)
 
     def _input(self, name: str, source: str) -> Kernel:
         return fused(f"{name} input", (self.shape.tokens * self.sides[name][0], self.cast), *self._from(source))
+
+    def _input_back(self, name: str, source: str) -> Kernel:
+        [size] = (made := self._input(name, source)).makes.values()
+        return replace(made, makes={f"{name} input back": size})
 
     def _weight(self, name: str) -> list[Kernel]:
         D, N = self.sides[name]
@@ -180,7 +210,7 @@ class Float8Block(CompiledBlock):
     # Programs
 
     def _cast(self, program: list[Kernel], rounded: Collection[str]) -> Iterator[Kernel]:
-        made: set[str] = set()
+        made = {name for kernel in program for name in kernel.makes if name.endswith(" back")}
         for kernel in program:
             name = next(iter(kernel.makes), "")
             weight = name.removeprefix("gradient of ")
@@ -225,7 +255,7 @@ class Float8Block(CompiledBlock):
         yield from self._result(name, (f"{layer} row", weight), size, rounded)
 
     def _weight_backward(self, kernel: Kernel, made: set[str]) -> Iterator[Kernel]:
-        [(name, size)], [d, source] = kernel.makes.items(), kernel.reads
+        [(name, size)], source = kernel.makes.items(), kernel.reads[1]
         layer = name.removeprefix("gradient of ")
         norm = source.partition(" ")[0]
         readers = [x for x in READERS.get(norm, (layer,)) if x in self.names]
@@ -237,10 +267,11 @@ class Float8Block(CompiledBlock):
                 yield from self._result(name, (f"{layer} column", column), size)
                 return
             source = column
-        if given not in made:
-            made.add(given)
-            yield self._input(given, source)
-        yield from self._result(name, (f"{layer} column", f"{given} input"), size)
+        back = f"{given} input back"
+        if back not in made:
+            made.add(back)
+            yield self._input_back(given, source)
+        yield from self._result(name, (f"{layer} column", back), size)
 
 
 class SentBlock(Float8Block):
@@ -267,7 +298,6 @@ class SentBlock(Float8Block):
         ]  # fmt: skip
 
     def backward(self, mode: Mode) -> list[Kernel]:
-        self._has_columns = mode != "op"
         return list(self._cast(CompiledBlock.backward(self, mode), self._rounded(mode)))
 
     def _units_backward(self, mode: Mode) -> list[Kernel]:
@@ -275,13 +305,14 @@ class SentBlock(Float8Block):
         if not self.names.issuperset(("w1", "w3")):
             return program
         names = [next(iter(kernel.makes)) for kernel in program]
-        start = min(names.index("d gate"), names.index("gradient of w2") if mode != "op" else len(names))
         given, after = dict(zip(names, program, strict=True)), program[names.index("d n2 too") + 1 :]
-        F, read, w2 = self.units, ("w1", "d gate", "w3"), given["gradient of w2"]
-        again = [given["d gate"], fused("gate", F, *read), w2] if mode == "op" else [w2, given["d gate"]]
+        F, read, (kernels, weight) = self.units, ("w1", "d gate", "w3"), self._weight_back("w1")
+        whole = [fused("d w1", F, *read)] if self.float8.emulated else []
         return [
-            *program[:start], *again, fused("d w3", F, *read), fused("d silu", (F[0], 4), *read),
-            fused("d w1", F, *read), given["d n2 too"], given["gradient of w1"],
+            *program[: names.index("gradient of w2")], given["gradient of w2"], given["d gate"],
+            fused("d w3", F, *read), fused("d silu", (F[0], 4), *read), *whole,
+            self._gradient("w1", "row", *read, "d silu"), *kernels,
+            *self._result("d n2 too", ("w1 row", weight), self.wide), given["gradient of w1"],
             given["d n2"], given["gradient of w3"], *after,
         ]  # fmt: skip
 
@@ -327,12 +358,7 @@ class SentBlock(Float8Block):
         [(name, size)], [d, source] = kernel.makes.items(), kernel.reads
         layer = name.removeprefix("gradient of ")
         yield self._gradient(layer, "column", d if self._is_sent(d) else f"{layer} row")
-        numbers, column, operand = self.shape.tokens * self.sides[layer][0], f"{source} column", f"{source} back"
-        if self._has_columns:
-            operand = f"{source} input" if self.float8.emulated else column
-        elif operand not in made:
-            made.add(operand)
-            yield fused(operand, (numbers, self.cast), *self._from(source))
+        operand = f"{source} input" if self.float8.emulated else f"{source} column"
         yield from self._result(name, (f"{layer} column", operand), size)
 
     def _columns(self) -> list[Kernel]:

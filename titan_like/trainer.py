@@ -238,8 +238,6 @@ def forecast_memory(config: Config, device: torch.device) -> "MemoryReport | Non
     name = config.estimation.device
     if config.estimation.preflight == "off" or (device.type != "cuda" and not name):
         return None
-    if config.float8.enable and config.compile.enable:
-        logger.info("the memory forecast counts the casts of float8 layers as uncompiled blocks make them")
     from estimation.devices import device_named
     from estimation.preflight import gpu_here, preflight
 

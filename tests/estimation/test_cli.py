@@ -276,8 +276,8 @@ def test_a_file_that_is_no_device_is_told(capsys, tmp_path, content, told):
     assert code == 2 and err.startswith(f'error: device "{path}": ') and told in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_float8_in_compiled_blocks_is_told_to_be_counted_uncompiled(capsys, compiled):
-    argv = ["--model.flavor", "8B", "--float8.enable", f"--compile.enable={str(compiled).lower()}"]
+@pytest.mark.parametrize("left_out", ["wk", "layers.1.", "output"])
+def test_compiled_blocks_that_are_in_float8_in_part_are_told_to_be_less_exact(capsys, left_out):
+    argv = ["--model.flavor", "8B", "--float8.enable", "--compile.enable", f"--float8.filter_fqns={left_out}"]
     said = run(capsys, "--world_size", "8", *argv)[1]
-    assert ("casts: they are counted as uncompiled" in said) == compiled
+    assert ("only some layers are in float8" in said) == (left_out == "wk")

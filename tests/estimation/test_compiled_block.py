@@ -38,9 +38,10 @@ def test_what_a_forward_leaves_a_backward_takes(mode: Mode) -> None:
 def test_recompute_of_a_whole_block_makes_all_of_its_forward_twice() -> None:
     """From outside of what is compiled: both times everything is there until the block has run."""
     shape = Shape(MODEL, rows=1, seq_len=T, compiled=True)
-    made = [event.size for event in compiled_forward(CompiledBlock(shape, KEEP), "none")]
-    assert [event.size for event in compiled_forward(CompiledBlock(shape, KEEP), "full")][: len(made)] == made
-    assert [event.size for event in compiled_backward(CompiledBlock(shape, KEEP), "full", "gradients")][: len(made)] == made
+    block = CompiledBlock(shape, KEEP)
+    made = [event.size for event in compiled_forward(block, "none")]
+    assert [event.size for event in compiled_forward(block, "full")][: len(made)] == made
+    assert [event.size for event in compiled_backward(block, "full", "gradients")][: len(made)] == made
 
 
 def test_no_tensor_is_freed_before_it_is_made() -> None:

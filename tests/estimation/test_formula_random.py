@@ -1,6 +1,6 @@
 """The formula against the trace on random valid compositions: resident bytes are equal, peaks agree within 3 %.
 
-Left out: compiled blocks in float8, whose casts the formula counts as uncompiled blocks make them.
+Within 8 % where compiled blocks have some products in float8 and others not.
 """
 
 import os
@@ -9,8 +9,9 @@ import random
 import pytest
 
 from estimation.candidates import problems
+from estimation.float8 import PRODUCTS
 from estimation.formula import memory_of
-from estimation.job import job_of
+from estimation.job import Job, job_of
 from estimation.profiles import TITAN_LIKE, TITAN_LIKE_CPU
 from estimation.trace import trace
 from titan_like.config import Config, ConfigError, load_config
@@ -94,8 +95,8 @@ def test_a_random_compiled_composition_agrees(seed: int) -> None:
     draw = random.Random(seed)
     config, world_size = random_config(draw)
     config = with_compiled_blocks(config)
-    if config.float8.enable or problems(config, world_size):
-        pytest.skip("blocks of this composition are not compiled, or in float8")
+    if problems(config, world_size):
+        pytest.skip("blocks of this composition are not compiled")
     assert not disagreement(draw, config, world_size)
 
 
@@ -105,6 +106,11 @@ def with_compiled_blocks(config: Config) -> Config:
     return config.model_copy(update={"compile": section})
 
 
+def _is_mixed(job: Job) -> bool:
+    """Compiled blocks of which some products alone are in float8: 8 % are allowed."""
+    return bool(job.compiled and job.float8 and any(0 < len(names) < PRODUCTS for names in job.float8.layers))
+
+
 def disagreement(draw: random.Random, config: Config, world_size: int) -> str:
     """What is wrong on one rank, if anything."""
     is_gpu = draw.random() < 0.5
@@ -112,7 +118,7 @@ def disagreement(draw: random.Random, config: Config, world_size: int) -> str:
     formula = memory.report()
     traced = trace(config, world_size, formula.rank, gpu=is_gpu)
     error = formula.peak_bytes / traced.peak_bytes - 1
-    if formula.resident == traced.resident and abs(error) <= 0.03:
+    if formula.resident == traced.resident and abs(error) <= (0.08 if _is_mixed(memory.job) else 0.03):
         return ""
     resident = "equal" if formula.resident == traced.resident else "different"
     return f"{world_size} ranks, {'GPU' if is_gpu else 'CPU'} kernels: peak {error:+.1%}, resident {resident}"

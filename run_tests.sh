@@ -9,6 +9,6 @@ setup_env prepare test dev
 selection=(-m "not slow")
 if [ "${CI:-}" = true ]; then selection=(); fi
 if [ "${1:-}" = --all ]; then selection=(); shift; fi
-if [ $# -eq 0 ]; then selection+=(-n 2 --dist loadfile); fi  # most tests are one thread
+if [ $# -eq 0 ]; then selection+=(-n 2 --dist loadfile --no-loadscope-reorder); fi  # most are one thread
 cd "$REPO"
 exec "$PYTHON" -m pytest ${selection[@]+"${selection[@]}"} "$@"

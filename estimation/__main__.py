@@ -9,7 +9,6 @@ from pathlib import Path
 from estimation import search_cli
 from estimation.candidates import changed
 from estimation.devices import DEVICES, LEAST, MOST, Device, device_named
-from estimation.float8 import PRODUCTS
 from estimation.formula import NOT_INCLUDED, memory_of
 from estimation.job import Job, job_of
 from estimation.options import MOST_GPUS, MOST_TOKENS, Parser, number, output, whole
@@ -90,10 +89,8 @@ def calculated(options: argparse.Namespace, job: Job) -> tuple[list[str], int]:
     lines += [reserved_line(reserved, is_replayed=True)] if options.replay else []
     lines += ["", *explain(worst)] if options.explain else []
     left_out = NOT_INCLUDED[:-1] if options.replay else NOT_INCLUDED
-    if job.compiled and job.float8 and any(0 < len(names) < PRODUCTS for names in job.float8.layers):
-        left_out += (
-            "casts of compiled blocks in which only some layers are in float8, in part: up to 8 % of the peak",
-        )
+    if job.compiled and job.float8:
+        left_out += ("some casts of compiled blocks in float8: mostly below 3 % of the peak, up to 8 %",)
     return [*lines, *_left_out(left_out)], reserved
 
 

@@ -276,8 +276,8 @@ def test_a_file_that_is_no_device_is_told(capsys, tmp_path, content, told):
     assert code == 2 and err.startswith(f'error: device "{path}": ') and told in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("left_out", ["wk", "layers.1.", "output"])
-def test_compiled_blocks_that_are_in_float8_in_part_are_told_to_be_less_exact(capsys, left_out):
-    argv = ["--model.flavor", "8B", "--float8.enable", "--compile.enable", f"--float8.filter_fqns={left_out}"]
-    said = run(capsys, "--world_size", "8", *argv)[1]
-    assert ("only some layers are in float8" in said) == (left_out == "wk")
+@pytest.mark.parametrize("section", ["float8", "compile"])
+def test_compiled_blocks_in_float8_are_told_to_be_less_exact(capsys, section):
+    argv = ["--world_size", "8", "--model.flavor", "8B", "--float8.enable", "--compile.enable"]
+    assert "casts of compiled blocks in float8" in run(capsys, *argv)[1]
+    assert "casts of compiled blocks" not in run(capsys, *argv, f"--{section}.no-enable")[1]

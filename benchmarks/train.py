@@ -69,7 +69,7 @@ MODES = {
     "compiled packed": Mode((OURS, DENSE), compiled=True, packed=True),
     "compiled fsdp2": Mode((OURS, *BARE), processes=2, compiled=True),
 }
-DEFAULT_MODES = ("eager", "compiled", "packed", "fsdp2")  # together less than 14 minutes
+DEFAULT_MODES = ("eager", "compiled", "packed", "fsdp2")  # together 15 minutes
 
 
 @dataclass

@@ -14,7 +14,6 @@ from titan_like.models.flavors import ModelConfig
 from titan_like.quantize.layers import CUT_BY_COLUMNS, float8_plan
 
 CUT = {name.rpartition(".")[2] for name in CUT_BY_COLUMNS}
-PRODUCTS = 7  # of a block
 READERS = {"n1": ("wq", "wk", "wv"), "n2": ("w1", "w3")}  # products by the norm that they read
 
 

@@ -328,7 +328,7 @@ def _keep_products(ops: list[Op], shape: Shape) -> list[Op]:
 
 def _compiled(ops: list[Op]) -> list[Op]:
     """The operations of a compiled block, and their memory where compiled_block.py does not know the program: in other
-    trainers, and in float8.
+    trainers.
 
     Fused operations have no temporaries. silu is a part of the gate, whose kernel writes one gradient over the one that
     it reads, and computes the gate again in recompute per operation. One kernel at the end makes the gradients of both

@@ -9,10 +9,10 @@ import random
 import pytest
 
 from estimation.candidates import problems
-from estimation.float8 import PRODUCTS
 from estimation.formula import memory_of
 from estimation.job import Job, job_of
 from estimation.profiles import TITAN_LIKE, TITAN_LIKE_CPU
+from estimation.rows import PRODUCTS
 from estimation.trace import trace
 from titan_like.config import Config, ConfigError, load_config
 from titan_like.config.schema import V_SHAPED
@@ -108,7 +108,7 @@ def with_compiled_blocks(config: Config) -> Config:
 
 def _is_mixed(job: Job) -> bool:
     """Compiled blocks of which some products alone are in float8: 8 % are allowed."""
-    return bool(job.compiled and job.float8 and any(0 < len(names) < PRODUCTS for names in job.float8.layers))
+    return bool(job.compiled and job.float8 and any(0 < len(names) < len(PRODUCTS) for names in job.float8.layers))
 
 
 def disagreement(draw: random.Random, config: Config, world_size: int) -> str:

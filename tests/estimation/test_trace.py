@@ -17,6 +17,7 @@ from estimation.types import ALL_GATHER, LOSS, RECOMPUTE, TRANSIENT, MemoryRepor
 from tests.distributed.compositions import CSV, MATRIX, composition
 from tests.estimation.cpu_memory import CpuMemory
 from titan_like.config import Config
+from titan_like.config.errors import TitanError
 from titan_like.fake import train
 from titan_like.models.flavors import resolve
 from titan_like.parallel.apply import wrap_model
@@ -326,6 +327,15 @@ def test_an_operator_without_a_shape_function_is_named(monkeypatch: pytest.Monke
     config = config.model_copy(update={"float8": config.float8.model_copy(update={"emulate": False})})
     told = trace(config, 2, 0, gpu=True)
     assert any("_scaled_mm" in note for note in told.not_included)
+
+
+def test_one_outside_of_compiled_blocks_ends_the_trace_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = torch.library.Library("test_trace", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: 2 * x, "CPU")
+    monkeypatch.setattr("titan_like.models.decoder.rotate", lambda x, *_: torch.ops.test_trace.twice(x))
+    with pytest.raises(TitanError, match=r"cannot tell what the operator test_trace\.twice\.default makes"):
+        trace(composition(""), 1, 0, gpu=True)
 
 
 def test_compiling_for_a_trace_leaves_nothing_behind_that_a_real_compilation_would_find() -> None:

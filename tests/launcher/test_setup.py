@@ -76,8 +76,8 @@ def test_an_unsupported_python_is_refused(copy: Path, fake_python: FakePython) -
     [
         (["-k", "a b"], {}, "-m|pytest|-m|not slow|-k|a b|"),
         (["--all", "tests/x"], {}, "-m|pytest|tests/x|"),
-        ([], {}, "-m|pytest|-m|not slow|-n|2|--dist|loadfile|"),
-        ([], {"CI": "true"}, "-m|pytest|-n|2|--dist|loadfile|"),
+        ([], {}, "-m|pytest|-m|not slow|-n|2|--dist|loadfile|--no-loadscope-reorder|"),
+        ([], {"CI": "true"}, "-m|pytest|-n|2|--dist|loadfile|--no-loadscope-reorder|"),
     ],
 )
 def test_run_tests_is_fast_unless_asked(

@@ -52,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
         raise SystemExit(UNREAD) from None
+    except OSError as error:  # of an output: what is read has its own sentences
+        where = f"{error.filename} " if error.filename else ""
+        print(f"error: an output {where}could not be written ({error.strerror}); name another place", file=sys.stderr)
+        raise SystemExit(ConfigError.exit_code) from None
 
 
 def estimate(argv: Sequence[str]) -> int:

@@ -158,6 +158,15 @@ def test_a_reader_that_goes_away_is_no_error(nobody):
     assert done.stderr == "" and done.returncode in (0, 141)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+@pytest.mark.parametrize("end", ["> /dev/full", "--trace /dev/full"])
+def test_a_full_disk_is_a_sentence(end):
+    command = f"{sys.executable} -m estimation --world_size 2 {end}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    told = "error: an output could not be written (No space left on device); name another place\n"
+    assert (done.stderr, done.returncode) == (told, 2)
+
+
 @pytest.mark.parametrize(
     ("argv", "world_size"),
     [

@@ -79,6 +79,7 @@ def test_r012_r013_masks_are_chosen_apart(mask, positions, eod):
     assert batch.lengths == (((3, 3),) if mask else ()) and (batch.documents() is not None) == mask
     (evaluated,) = evaluation_batches(Documents(), 1, 1, 0, 1, mask, positions, eod)
     assert evaluated.labels.tolist() == batch.labels.tolist()
+    assert batch.tokens.tolist() == evaluated.tokens.tolist() == [[1, 2, 0, 5, 6, 0]]  # ignored labels are read
 
 
 def test_what_a_batch_tells_of_its_documents() -> None:
@@ -225,6 +226,19 @@ def test_evaluation_fills_up_with_ignored_labels():
     assert [ids(b) for b in batches] == [[[0, 1], [4, 0]], [[2, 3], [0, 0]]]
     valid = [[(b.labels != -100).sum(dim=1).tolist() for b in rank] for rank in batches]
     assert valid == [[[3, 3], [3, 0]], [[3, 3], [0, 0]]]
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_filled_up_places_are_tokens_of_the_vocabulary(local):
+    (batch,) = evaluation_batches(Numbered(), 1, local, 1, 2)
+    assert (batch.labels == -100).all() and (batch.tokens == 0).all()
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_tensors_of_a_batch_share_no_memory(local):
+    (batch,) = source(local=local, total=local).next_step()
+    tensors = (batch.tokens, batch.labels, batch.positions)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 3
 
 
 def test_evaluation_ends_with_the_data_on_every_rank():

@@ -54,6 +54,14 @@ def test_large_and_small_gradients_do_not_overflow_the_sum() -> None:
     assert clipped(made, max_norm=1.0) == pytest.approx(2e19, rel=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(4096, 4096), (2**17, 128), (128, 2**17)])
+def test_the_norm_of_many_numbers_is_exact(shape: tuple[int, int]) -> None:
+    parameter = nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    wanted = sum(part.double().square().sum().item() for part in parameter.grad.split(128)) ** 0.5
+    assert clipped([parameter], max_norm=1e9) == pytest.approx(wanted, rel=1e-6)
+
+
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_bad_gradient_shows_in_the_norm(bad: float) -> None:
     assert not math.isfinite(clipped(parameters([1.0, bad]), max_norm=1.0))

@@ -294,7 +294,7 @@ def _to_batch(
     """rows: (B, S+1) tokens, or (B, 2, S+1) tokens and document starts."""
     moved = rows.to(device, non_blocking=True)
     tokens = moved if rows.ndim == 2 else moved[:, 0]
-    labels = tokens[:, 1:].contiguous()
+    labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)  # written to, below and by evaluation
     positions = torch.arange(labels.shape[1], device=device).repeat(labels.shape[0], 1)
     if reset_attention_mask or reset_position_ids or eod_mask_loss:
         if rows.ndim == 2:

@@ -3,10 +3,15 @@
 `efficiency` is the share of the bf16 peak that large matrix products of random numbers were measured to keep up, not
 the best of all shapes: A100 257 TFLOP/s (thonking.ai, "Strangely, matrix multiplications run faster when given
 predictable data"), H100 and H200 720, MI300X 620 (SemiAnalysis, "MI300X vs H100 vs H200 benchmark", part 1; float8:
-1,280 and 990), the 500 W H100 and B200 torchao's float8/roofline_utils.py (the first value it had for that H100).
+1,280 and 990), the 500 W H100 and B200 torchao's float8/roofline_utils.py (the first value it had for that H100; an
+FFN of Llama 3 8B, forward and backward, was profiled at 554 and 600 in bf16 and at 1,083 in float8, another product at
+1,114: meta-pytorch/float8_experimental pull requests 282 and 298, pytorch issue 130015; that is 0.57 of the peak where
+all multiprocessors are in use).
 Bandwidths are one way, per device. Shares of attention are those of causal kernels at head size 128 and 16,384 tokens
 (arXiv:2407.08608, figures 5 and 6, for H100; arXiv:2307.08691, section 4.1, for A100). The published backward of H100
-is not causal: it is scaled by what the mask costs the forward (335 / 370).
+is not causal: it is scaled by what the mask costs the forward (335 / 370); so are both of MI300X, 355 and 202 TFLOP/s
+(ROCm/flash-attention issue 142: ROCm 6.3, composable kernels). Its memory gives 4.2 TB/s (ROCm/legacy-rocm-build issue
+5070), its links 48 of 64 GB/s each (rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance").
 """
 
 from collections.abc import Mapping
@@ -80,6 +85,9 @@ _A100: dict[str, Any] = dict(source=_NV, flash=(0.73 * 335 / 370, 0.63 * 335 / 3
 _H100: dict[str, Any] = dict(flash=(335 / 989, 322 / 989 * 335 / 370), cudnn=(539 / 989, 516 / 989 * 335 / 370))
 # Meta's H100 (pytorch/benchmark pull request 2296: 304 TFLOP/s where the paper's 700 W part has 370).
 _500W: dict[str, Any] = {kernel: tuple(share * 304 / 370 for share in shares) for kernel, shares in _H100.items()}
+_MI300X: dict[str, Any] = dict(
+    source="AMD data sheet", flash=(355 / 1307 * 335 / 370, 202 / 1307 * 335 / 370), link_share=0.75, memory_share=0.79
+)
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         device.name: device
@@ -88,12 +96,12 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device("a100-80gb", 79.15, 312, 0.82, 2.04, 300, 25, **_A100),
             Device("h100-sxm", 79.11, 989, 0.73, 3.35, 450, 50, source=_NV, float8=0.65, **_H100),
             Device(
-                "h100-96gb-500w", 94.99, 989, 0.60, 2.4, 450, 50, float8=0.60, **_500W,
+                "h100-96gb-500w", 94.99, 989, 0.60, 2.4, 450, 50, float8=0.57, **_500W,
                 source="torchtitan benchmarks/README.md: HBM2e, 500 W; the peak is that of the 700 W part",
             ),
             Device("h200", 139.8, 989, 0.73, 4.8, 450, 50, source=_NV, float8=0.65, **_H100),
             Device("b200", 178.35, 2250, 0.69, 8.0, 900, 50, source=_NV, float8=0.775, units=148, cudnn=_H100["cudnn"]),
-            Device("mi300x", 191.98, 1307, 0.47, 5.3, 448, 50, source="AMD data sheet", float8=0.38, units=304),
+            Device("mi300x", 191.98, 1307, 0.47, 5.3, 448, 50, float8=0.38, units=304, **_MI300X),
         )
     }
 )  # fmt: skip

@@ -43,7 +43,7 @@ def profile_of(row: Row) -> Profile:
         raise NotCovered(f"no profile for {row['framework'] or 'a trainer that is not named'}")
     if row["framework"].lower().startswith("torchtune"):
         return TORCHTUNE if int(row["dp_shard"] or 1) == 1 else TORCHTUNE_FSDP2
-    year, month = _date(f"{row['framework_version']} {row['notes']}")
+    year, month = date_of(row)
     if (year, month) < (2024, 5):
         return TITAN_2024_03
     if (year, month) < (2024, 9):
@@ -73,6 +73,15 @@ COMMITS = {
     "e23bb707d": (2025, 3), "9a2f578": (2025, 3), "e7c0cae": (2025, 6), "2c8b594": (2025, 8),
     "6fc499f": (2025, 8), "d9bdfbb20": (2025, 11),
 }  # fmt: skip
+
+
+def date_of(row: Row) -> tuple[int, int]:
+    """Year and month of a row's trainer.
+
+    Raises:
+        NotCovered: no date is published.
+    """
+    return _date(f"{row['framework_version']} {row['notes']}")
 
 
 def _date(text: str) -> tuple[int, int]:

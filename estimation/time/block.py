@@ -13,7 +13,7 @@ from estimation.program import Op, Shape, block_program, head_program
 from estimation.tape import Mode, kept, recomputation
 from estimation.time.network import Group, Network
 from estimation.time.seconds import Seconds
-from estimation.time.speed import Speed
+from estimation.time.speed import EAGER_SHARE, FUSED_SHARE, Speed
 from estimation.time.way import Way
 
 PRODUCTS, ATTENTION, POINTWISE, LOSS = "matrix products", "attention", "memory-bound", "loss"
@@ -68,7 +68,7 @@ class Coster:
             stored = kept(ops, mode)
             for op in recomputation(ops, self.shape.profile.early_stop):
                 if op.output[0] not in stored:
-                    again.add(_renamed(self._forward(op, ops)))
+                    again.add(_renamed(self._again(op, ops, mode)))
         forward = _sum(self._forward(op, ops) for op in ops)
         inputs = _sum(self._inputs(op, ops) for op in ops).add(again)
         weights = _sum(self._weights(op) for op in ops)
@@ -92,19 +92,31 @@ class Coster:
             return Seconds({ATTENTION: own, CONTEXT: self._ring(op, own, gradients=False)})
         if op.kind == "collective":
             return self._collective(op, ops, is_backward=False)
-        return Seconds({POINTWISE: self.speed.moving(traffic(op, self.shape)[0])})
+        return Seconds({POINTWISE: self._moving(op, traffic(op, self.shape)[0])})
+
+    def _again(self, op: Op, ops: list[Op], mode: Mode) -> Seconds:
+        """Recomputed. Compiled with the backward, the gate comes from the kernel that reads its inputs for that."""
+        if op.name == "gate" and mode == "op" and self.shape.compiled:
+            return Seconds({POINTWISE: self._moving(op, op.output[1])})
+        return self._forward(op, ops)
+
+    def _moving(self, op: Op, size: float) -> float:
+        """Numbers of a compiled block are moved by kernels that inductor wrote, except complex ones."""
+        is_complex = op.name in ("q", "k") and self.shape.profile.rope == "complex"
+        return self.speed.moving(size, FUSED_SHARE if self.shape.compiled and not is_complex else EAGER_SHARE)
 
     def _inputs(self, op: Op, ops: list[Op]) -> Seconds:
         rows, inner, columns = self._sizes(op)
         if op.kind == "product":
             own = self.speed.product(rows, columns, inner, self.shape.number, is_float8=self._is_float8(op))
-            return Seconds({PRODUCTS: own, POINTWISE: self.speed.moving(self._casts(op)[1] + self._added(op, ops))})
+            casts, added = self.speed.moving(self._casts(op)[1]), self._moving(op, self._added(op, ops))
+            return Seconds({PRODUCTS: own, POINTWISE: casts + added})
         if op.kind == "attention":
             own = self._attend(op, is_backward=True)
             return Seconds({ATTENTION: own, CONTEXT: self._ring(op, own, gradients=True)})
         if op.kind == "collective":
             return self._collective(op, ops, is_backward=True)
-        return Seconds({POINTWISE: self.speed.moving(traffic(op, self.shape)[1])})
+        return Seconds({POINTWISE: self._moving(op, traffic(op, self.shape)[1])})
 
     def _weights(self, op: Op) -> Seconds:
         if op.kind != "product":
@@ -129,20 +141,25 @@ class Coster:
         """Bytes moved to make float8 numbers of input and weight, and of the gradient (torchao, roofline_utils.py).
 
         A tensor is scaled by its largest number: compiled, the kernel before finds it, else one more kernel reads it.
-        Two layouts are written. Weights that were cast before their gathering come ready.
+        Two layouts are written. Weights that were cast before their gathering come in one of them.
         """
         if not self._is_float8(op):
             return 0.0, 0.0
         rows, inner, columns = self._sizes(op)
         one = 4 if self.shape.compiled else 6
-        weight = 0 if self.way.float8_gather else 8
-        return rows * inner * one + inner * columns * weight, rows * columns * one
+        weight, again = (2, 2) if self.way.float8_gather else (8, 4)
+        back = rows * columns * one + inner * columns * again * self.way.float8_again
+        return rows * inner * one + inner * columns * weight, back
 
     def _added(self, op: Op, ops: list[Op]) -> float:
-        """Bytes moved to add this product's gradient to those of others that read the same input."""
+        """Bytes moved to add this product's gradient to those of others that read the same input.
+
+        Compiled, both kernels of the norm before read all of them, for the gradients of its input and of its weight.
+        """
         first = next(other for other in ops if other.kind == "product" and other.inputs == op.inputs)
         numbers = self._sizes(op)[0] * self._sizes(op)[1]
-        return 0.0 if first is op else numbers * self.shape.number * (1 if self.shape.compiled else 3)
+        fused = 2 if self.job.tp == 1 else 1
+        return 0.0 if first is op else numbers * self.shape.number * (fused if self.shape.compiled else 3)
 
     def _attend(self, op: Op, *, is_backward: bool = False) -> float:
         job = self.job
@@ -181,13 +198,15 @@ class Coster:
         if is_gather and self.way.float8 and "norm" not in op.name:
             size /= 2  # cast before it is sent
         seconds = self.network.gather(size, Group(tp, 1))
+        # Sequences are copied to and from messages; operators that work chunk by chunk need no copies.
+        copies = self.speed.moving(2 * op.temporary[is_backward] * (size / (op.moved * tp / (tp - 1))))
         if self.way.async_tensor and not (is_backward and not is_gather):
             # A chunk is on its way while products work on another; sums of several products are not cut into chunks.
             near = [o for o in ops if o.kind == "product" and (op.output[0] in o.inputs or o.output[0] in op.inputs)]
             seconds = max(0.0, seconds - sum(map(self._product, near)) * (tp - 1) / tp)
-            if not is_gather:  # the parts of all ranks are written first, then added by a kernel of its own
-                seconds += self.speed.moving(2 * self.shape.wide + self.shape.hidden)
-        return Seconds({TENSOR: seconds})
+            # The parts of all ranks are written first, then added by a kernel of its own.
+            copies = 0.0 if is_gather else self.speed.moving(2 * self.shape.wide + self.shape.hidden)
+        return Seconds({TENSOR: seconds, POINTWISE: copies})
 
     def _everywhere(self, op: Op) -> Seconds:
         """Keys or values of all ranks: gathered, put in the order of the sequence, heads repeated; the backward undoes
@@ -213,9 +232,11 @@ def coster_of(job: Job, way: Way, device: Device) -> Coster:
 def traffic(op: Op, shape: Shape) -> tuple[float, float]:
     """Bytes that a memory-bound operation reads and writes, forward and backward.
 
-    Per number of the output, by the kernels that PyTorch runs: compiled, a block's chains of them are one kernel each,
-    a sum is read by the norm in the same kernel, and silu is part of the gate. Attention makes numbers of a mask, in
-    every block; without context parallelism the block makes the mask too, and cuts it to what is causal.
+    Per number of the output, by the kernels that PyTorch runs: compiled, silu is part of the gate, and the sum that the
+    second norm reads is never written: whoever needs it reads its two parts. A norm's backward is two kernels, along
+    rows and along columns. Inductor has no complex numbers: those of rotary positions stay torch's own kernels.
+    Attention makes numbers of a mask, in every block; without context parallelism the block makes the mask too, and
+    cuts it to what is causal.
     """
     e, numbers = shape.number, op.output[1] // shape.number
     if op.name == "attention rows":  # copied into the order that the next product reads
@@ -224,16 +245,16 @@ def traffic(op: Op, shape: Shape) -> tuple[float, float]:
         share = 1 + shape.model.n_kv_heads / shape.model.n_heads
         return numbers * e * share, numbers * e * share
     kind = "norm" if op.extra else "rotate" if op.name in ("q", "k") else op.name.split()[0]
-    fused = {
-        "norm": (e, 3 * e),
-        "rotate": (2 * e, 2 * e),
-        "silu": (0, 0),
-        "gate": (3 * e, 6 * e),
-        "residual": (3 * e, 0),
-        "mask": (1 + e, 0),
-    }
+    is_first = op.name == "residual 1"
     rotate = {"halves": 40 + 2 * e, "complex": 16 + 2 * e}[shape.profile.rope]
-    norm = (2 * e, 5 * e) if shape.profile.norm == "fused" else (24 + 4 * e, 48 + 8 * e)
+    in_kernel = 2 * e if shape.profile.rope == "halves" else rotate
+    fused = {
+        "norm": (2 * e, 6 * e), "rotate": (in_kernel, in_kernel), "silu": (0, 0), "gate": (3 * e, 5 * e),
+        "residual": (e, 2 * e) if is_first else (4 * e, 0), "mask": (1 + e, 0),
+    }  # fmt: skip
+    norm = {
+        "fused": (2 * e, 5 * e), "python": (28 + 4 * e, 84 + 8 * e), "composite": (36 + 2 * e, 100 + 2 * e),
+    }[shape.profile.norm]  # fmt: skip
     eager = {
         "norm": norm, "rotate": (rotate, rotate), "silu": (2 * e, 3 * e), "gate": (3 * e, 6 * e),
         "residual": (3 * e, 3 * e), "mask": (1 + e if shape.cp > 1 else 4 + e, 0),
@@ -244,7 +265,8 @@ def traffic(op: Op, shape: Shape) -> tuple[float, float]:
 
 def loss_traffic(shape: Shape) -> tuple[float, float]:
     """Bytes of the cross entropy, forward and backward: compiled, two passes over the logits and one that replaces
-    them; else a cast, the logarithm of the softmax, a gradient of zeros with ones, its backward, a cast. A linear
+    them; else a cast, the logarithm of the softmax, a gradient of zeros with ones, its backward, a cast. torch's kernel
+    reads a row three times forward, and its gradient twice backward (aten/src/ATen/native/cuda/SoftMax.cu). A linear
     loss has all of it in the forward, adds up the table's gradient in fp32, and scales gradients in the backward."""
     numbers, e, profile = shape.logits // shape.number, shape.number, shape.profile
     if profile.is_linear:
@@ -255,7 +277,7 @@ def loss_traffic(shape: Shape) -> tuple[float, float]:
     if shape.profile.loss == "compiled":
         return numbers * 2 * e, numbers * 2 * e
     cast = 4 + e if e < 4 else 0
-    return numbers * (cast + 8), numbers * (4 + 12 + cast)
+    return numbers * (cast + 16), numbers * (4 + 16 + cast)
 
 
 def _sum(parts: Iterable[Seconds]) -> Seconds:

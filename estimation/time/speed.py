@@ -9,6 +9,9 @@ from titan_like.config.errors import ConfigError
 
 Attention = Literal["flash", "cudnn"]
 LAUNCH = 2e-6  # s: a kernel of one element on H100 (torchao, roofline_utils.py)
+# Norms, gates and sums of a block, with reductions along rows and columns, as torch has them and as inductor compiles
+# them: measured 0.81 and 0.50 of the peak on the 500 W H100, where large pointwise kernels have 0.92 (step_time.md).
+EAGER_SHARE, FUSED_SHARE = 0.88, 0.54
 FP32_SHARE = 1 / 16  # of the bf16 peak, without TF32: data sheets of A100 (19.5 / 312) and H100 (67 / 989)
 TILES = ((128, 256), (256, 128), (128, 128))  # of the output, which cuBLAS and CUTLASS give to a multiprocessor
 WARM_UP = 300  # tokens: flash attention on H100 reaches 0.57, 0.78, 0.89, 0.95 of its best at 512 to 4096 tokens
@@ -25,9 +28,9 @@ class Speed:
     device: Device
     attention: Attention = "flash"
 
-    def moving(self, size: float) -> float:
-        """Seconds for reading and writing `size` bytes in one kernel."""
-        return LAUNCH + size / (self.device.memory_tb_s * 1e12 * self.device.memory_share) if size else 0.0
+    def moving(self, size: float, share: float = 1.0) -> float:
+        """Seconds for reading and writing `size` bytes in one kernel, at a share of what large pointwise ones reach."""
+        return LAUNCH + size / (self.device.memory_tb_s * 1e12 * self.device.memory_share * share) if size else 0.0
 
     def product(self, rows: int, inner: int, columns: int, number: int, *, is_float8: bool = False) -> float:
         """(rows x inner) times (inner x columns) in numbers of `number` bytes; float8 reads one byte and writes two."""

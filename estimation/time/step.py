@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from estimation.devices import Device
 from estimation.job import Job
 from estimation.schedules import Action
-from estimation.time.block import coster_of
+from estimation.time.block import Coster, coster_of
 from estimation.time.network import Network
 from estimation.time.overlap import COPIES, FSDP, Pass
 from estimation.time.pipeline import Ran, simulate
 from estimation.time.seconds import Seconds
-from estimation.time.speed import Speed
 from estimation.time.stage import StageTime, stage_times
 from estimation.time.way import Way
 from titan_like.models.flavors import flops_per_token
@@ -67,7 +66,7 @@ def step_time(job: Job, device: Device, way: Way) -> StepTime:
     coster = coster_of(job, way, device)
     stages = stage_times(coster)
     ran, parts, rank = _whole(job, stages[0]) if job.pp == 1 else _pipelined(job, stages, coster.network)
-    parts[UPDATE] = max(_update(job, coster.speed, stages, row) for row in job.actions)
+    parts[UPDATE] = max(_update(job, coster, stages, row) for row in job.actions)
     seconds = parts.total
     tokens = job.batch_rows * job.accumulation * job.seq_len / (job.cp * job.tp * job.pp)
     mfu = flops_per_token(job.model, job.seq_len) * tokens / seconds / (device.tflops * 1e12)
@@ -133,9 +132,15 @@ def _reduced(row: Sequence[Ran], stages: Sequence[StageTime]) -> float:
     return max(line, row[-1].end)
 
 
-def _update(job: Job, speed: Speed, stages: Sequence[StageTime], actions: Sequence[Action]) -> float:
-    """The norm and the clipping read, read and write gradients; AdamW reads four numbers and writes three."""
+def _update(job: Job, coster: Coster, stages: Sequence[StageTime], actions: Sequence[Action]) -> float:
+    """The norm and the clipping read, read and write gradients; AdamW reads four numbers and writes three.
+
+    One operation at a time, those are twenty numbers: it decays the weight (2), moves the first (3) and the second
+    moment (2 and 3), takes its root (2), scales that and adds to it (2 each), and updates (4); torch/optim/adam.py.
+    """
     numbers = sum(stages[number].numbers for number in {action.stage for action in actions})
     weight, state = (4 if job.profile.weights == "fp32" else 2), {"fp32": 4, "bf16": 2, "8bit": 1}[job.profile.adam]
     states = 4 * state if job.optimizer == "adamw" else 0
-    return speed.moving(numbers * (6 * weight + states))
+    if states and coster.way.update == "foreach":
+        states += 3 * weight + 10 * state
+    return coster.speed.moving(numbers * (6 * weight + states))

@@ -4,7 +4,7 @@ Nothing is fitted to the rows: what the rows' trainers did comes from the profil
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from estimation.devices import DEVICES, Device
 from estimation.profiles import NotCovered
 from estimation.row_checks import usable
 from estimation.row_table import LeftOut, Row, score_rows, total, write_lines
-from estimation.rows import is_torch, job_of_row
+from estimation.rows import date_of, is_torch, job_of_row
 from estimation.time.step import step_time
 from estimation.time.way import Way
 
@@ -23,6 +23,7 @@ GPUS = {
 NOISE = 0.02  # two published runs that differ by less have no order: runs of one setting differ by more
 # torchtitan prefers cuDNN's attention where the device is a B200, and everywhere from 2025-11 on.
 CUDNN_COMMITS = ("d9bdfbb20",)
+FUSED_SINCE = (2025, 3)  # torchtitan pull request 881, at the end of February
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,17 @@ def way_of_row(row: Row) -> Way:
         async_tensor="async TP" in row["other_flags"],
         float8=bool(float8),
         float8_gather="fp8 all-gather" in float8,
+        float8_again="force_recompute_fp8_weight_in_bwd" in float8 + row["other_flags"],
         attention="cudnn" if is_late or row["gpu"].startswith("B200") else "flash",
+        update="foreach" if _is_foreach(row) else "fused",
     )
+
+
+def _is_foreach(row: Row) -> bool:
+    """torchtitan left the kernel of its optimizer to torch at first; torchtune's recipes ask for a fused one."""
+    if not row["framework"].lower().startswith("torchtitan") or "fused=True" in row["other_flags"]:
+        return False
+    return date_of(row) < FUSED_SINCE
 
 
 def score_times(path: Path) -> tuple[list[TimeScore], list[LeftOut]]:
@@ -105,7 +115,9 @@ def score_times(path: Path) -> tuple[list[TimeScore], list[LeftOut]]:
 def _score(line: int, row: Row) -> TimeScore:
     if not all(row[key] for key in ("seq_len", "micro_bs")):
         raise NotCovered("its batch is not published")
-    predicted = step_time(job_of_row(row), device_of_row(row), way_of_row(row)).tokens_per_second
+    # A graph that no compiler has written kernels for (SimpleFSDP's aot_eager) runs torch's own.
+    job = replace(job_of_row(row), compiled=not row["compile"].startswith("no"))
+    predicted = step_time(job, device_of_row(row), way_of_row(row)).tokens_per_second
     table = f"{row['source_url']} {row['dup_group']} {row['framework_version']}"
     family = row["framework"].split()[0].lower()
     return TimeScore(line, family, table, row["complete"] == "1", float(row["tokens_per_s_per_gpu"]), predicted)

@@ -1,6 +1,7 @@
 """Step time: every part by hand, and rules that hold for all compositions."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise, product
 from math import isfinite
 
@@ -10,13 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from estimation.devices import DEVICES, Device
 from estimation.job import Job, job_of
+from estimation.profiles import TITAN_2024_12, TITAN_LIKE
 from estimation.program import block_program
 from estimation.schedules import single_stage, torch_tables
-from estimation.time.block import coster_of, traffic
+from estimation.time.block import coster_of, loss_traffic, traffic
 from estimation.time.network import BASE, LINK_STEP, NETWORK_STEP, Group, Network
 from estimation.time.overlap import FSDP, Work, overlapped
 from estimation.time.pipeline import simulate
-from estimation.time.speed import LAUNCH, Speed, waves
+from estimation.time.speed import EAGER_SHARE, FUSED_SHARE, LAUNCH, Speed, waves
 from estimation.time.step import step_time
 from estimation.time.timeline import timeline, write_trace
 from estimation.time.way import Way, way_of
@@ -44,6 +46,30 @@ def test_kernels_by_hand():
     assert Speed(MADE_UP).moving(1e9) == pytest.approx(LAUNCH + 1e9 / 0.5e12)
     # One row: its weights are read, 4096 x 4096 x 2 bytes.
     assert Speed(MADE_UP).product(1, 4096, 4096, 2) == pytest.approx(LAUNCH + 2 * (4096**2 + 2 * 4096) / 0.5e12)
+
+
+def test_kernels_of_a_compiled_ffn_between_two_norms_take_what_was_measured():
+    """Llama 3 8B, 8192 tokens, on the 500 W H100: 3.078 ms beside the products (float8_experimental pull request 298).
+
+    17 bf16 numbers of each of 8192 x 4096: the first norm reads and writes one, the second reads its two parts and is
+    summed up at once; backward 3 and 2 of the second norm, 5 and 3 of the first. 8 of 8192 x 14336: the gate 3 and 5.
+    Gradients of three weights and of the input are added to those of the step before: 3 numbers each.
+    """
+    speed = Speed(DEVICES["h100-96gb-500w"])
+    moved = 2 * (17 * 8192 * 4096 + 8 * 8192 * 14336)
+    added = 2 * 3 * (3 * 4096 * 14336 + 8192 * 4096)
+    plain = speed.moving(moved, FUSED_SHARE) + speed.moving(added)
+    assert plain == pytest.approx(3.078e-3, rel=0.02)
+    # With dynamic scaling in float8, 4.30 ms: inputs and gradients of w1, w3 and w2 are cast, and their weights.
+    casts = 4 * 3 * (8192 * 4096 + 8192 * 14336) + 8 * 3 * 4096 * 14336
+    assert plain + speed.moving(casts) == pytest.approx(4.30e-3, rel=0.07)
+
+
+def test_kernels_of_an_eager_norm_take_what_was_measured():
+    """2048 x 16384 fp32 numbers: 0.4825 ms for a square, a mean and two products (pytorch issue 141916, llama_rms)."""
+    speed, numbers = Speed(DEVICES["h100-96gb-500w"]), 2048 * 16384
+    kernels = (8 * numbers, 4 * numbers, 8 * numbers, 8 * numbers)
+    assert sum(speed.moving(size, EAGER_SHARE) for size in kernels) == pytest.approx(0.4825e-3, rel=0.02)
 
 
 def test_rounds_of_tiles():
@@ -154,6 +180,92 @@ def test_every_valid_composition_has_a_time(documents, flavor, compiled):
         assert isfinite(step.seconds) and step.seconds > 0 and min(step.parts.values()) >= -1e-12, argv
         found += 1
     assert found >= 48
+
+
+def memory_bound(described: Job, *names: str) -> tuple[float, float]:
+    """Seconds of the memory-bound part of operations of a block, forward and backward."""
+    coster, ops = coster_of(described, Way(), MADE_UP), block_program(described.shape)
+    chosen = [op for op in ops if op.name in names]
+    forward, backward = (
+        sum(work(op, ops)["memory-bound"] for op in chosen) for work in (coster._forward, coster._inputs)
+    )
+    return forward, backward
+
+
+def test_norms_and_sums_of_a_compiled_block_by_hand():
+    """Per number of 8192 x 4096, of two bytes: the norms read and write x, and read x and the
+    result of attention and write, the last sum reads three and writes. Backward, the kernels for the inputs read x, the
+    three gradients of wq, wk and wv, that of the sum, and write; x and attention's result, two gradients and that of
+    the block, and write; those for the weights x and three gradients; x, attention's result and two gradients."""
+    names = ("n1", "n2", "residual 1", "residual 2", "wq", "wk", "wv", "w1", "w3")
+    forward, backward = memory_bound(job("--compile.enable"), *names)
+    number = 2 * 8192 * 4096 / (0.5e12 * FUSED_SHARE)
+    assert forward == pytest.approx((2 + 3 + 4) * number, abs=5 * LAUNCH)
+    assert backward == pytest.approx((6 + 6 + 4 + 4) * number, abs=8 * LAUNCH)
+
+
+def test_recompute_per_operation_writes_the_gate_in_the_kernel_that_reads_its_inputs():
+    described = job("--compile.enable")
+    coster, ops = coster_of(described, Way(), MADE_UP), block_program(described.shape)
+    (gate,) = (op for op in ops if op.name == "gate")
+    number = 2 * 8192 * 14336 / (0.5e12 * FUSED_SHARE)
+    for mode, numbers in (("op", 1), ("full", 3)):
+        assert coster._again(gate, ops, mode).total == pytest.approx(LAUNCH + numbers * number)
+
+
+def test_complex_rotary_positions_are_the_same_kernels_in_a_compiled_block():
+    """A cast (2 + 4 bytes), a product (4 + 4), a cast (4 + 2); without complex numbers one kernel reads and writes."""
+    plain = job("--compile.enable")
+    complexes = replace(plain, profile=TITAN_2024_12)
+    queries = 8192 * 4096
+    for described, size, share in ((plain, 4, FUSED_SHARE), (complexes, 20, EAGER_SHARE)):
+        forward, backward = memory_bound(described, "q")
+        assert forward == backward == pytest.approx(LAUNCH + queries * size / (0.5e12 * share))
+
+
+@pytest.mark.parametrize(("rows", "copied"), [(1, 1), (2, 2)])
+def test_messages_of_tensor_parallelism_are_copied(rows, copied):
+    """A sum's input always; what was gathered where there are several sequences. Backward, the other way round."""
+    described = job("--parallelism.tensor_parallel_degree=2", f"--training.local_batch_size={rows}", world_size=2)
+    forward, backward = memory_bound(described, "n1 gathered", "wo scattered")
+    copy = LAUNCH + 2 * rows * 8192 * 4096 * 2 / 0.5e12
+    assert forward == backward == pytest.approx(copied * copy)
+    asynchronous = coster_of(described, Way(async_tensor=True), MADE_UP)
+    ops = block_program(described.shape)
+    (op,) = (op for op in ops if op.name == "n1 gathered")
+    assert asynchronous._forward(op, ops)["memory-bound"] == 0
+
+
+def test_cross_entropy_by_hand():
+    """Per logit: a cast (2 + 4), three passes and a result (16); zeros (4), two passes over the gradient, one over the
+    result, a gradient (16), a cast (6)."""
+    shape = replace(job(), profile=replace(TITAN_LIKE, loss="whole")).shape
+    assert loss_traffic(shape) == (8192 * 128256 * 22, 8192 * 128256 * 26)
+
+
+def test_an_optimizer_of_single_operations_reads_and_writes_twenty_numbers():
+    """In one kernel seven; clipping reads twice and writes. 8B over 8 GPUs, four bytes a number."""
+    described = job()
+    fused, foreach = (
+        step_time(described, MADE_UP, Way(update=kind)).parts["clipping and optimizer"] for kind in ("fused", "foreach")
+    )
+    share = 8030261248 / 8
+    assert fused == pytest.approx(share * 4 * (3 + 7) / 0.5e12, rel=1e-3)
+    assert foreach - fused == pytest.approx(share * 4 * 13 / 0.5e12, rel=1e-3)
+    assert way_of(load_config(["--optimizer.implementation=foreach"])).update == "foreach"
+    assert way_of(load_config([])).update == "fused"
+
+
+def test_layouts_of_float8_weights_by_hand():
+    """Bytes of a weight: read for its maximum and twice to be cast, two results (8), again without the maximum and in
+    one layout (4); gathered in float8, a layout (2)."""
+    described = job("--compile.enable")
+    (w1,) = (op for op in block_program(described.shape) if op.name == "w1")
+    inputs, gradients, weight = 8192 * 4096 * 4, 8192 * 14336 * 4, 4096 * 14336
+    for gathered, again, expected in ((False, False, (8, 0)), (False, True, (8, 4)), (True, True, (2, 2))):
+        way = Way(float8=True, float8_gather=gathered, float8_again=again)
+        forward, backward = coster_of(described, way, H100)._casts(w1)
+        assert (forward - inputs, backward - gradients) == (expected[0] * weight, expected[1] * weight)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -97,3 +97,25 @@ def test_ways_of_rows():
     way = way_of_row({**ROW, "float8": "float8 tensorwise + fp8 all-gather", "other_flags": "async TP"})
     assert way.float8 and way.float8_gather and way.async_tensor and way.attention == "flash"
     assert way_of_row({**ROW, "gpu": "B200"}).attention == "cudnn"
+    again = "float8 tensorwise + fp8 all-gather + force_recompute_fp8_weight_in_bwd"
+    assert way_of_row({**ROW, "float8": again}).float8_again and not way.float8_again
+
+
+@pytest.mark.parametrize(
+    ("changes", "update"),
+    [
+        ({}, "foreach"),
+        ({"other_flags": "AdamW fused=True"}, "fused"),
+        ({"framework_version": "torchtitan 820504e (2025-06)"}, "fused"),
+        ({"framework": "torchtune full_finetune_single_device"}, "fused"),
+    ],
+)
+def test_torchtitan_left_the_optimizer_to_torch_at_first(changes, update):
+    assert way_of_row({**ROW, **changes}).update == update
+
+
+def test_a_graph_without_a_compiler_has_the_kernels_of_torch(tmp_path):
+    graph = {**ROW, "compile": "no", "other_flags": "SimpleFSDP aot_eager"}
+    rows = [{**ROW, "compile": "no"}, {**graph, "tokens_per_s_per_gpu": "5000"}]
+    scores, _ = score_times(write(tmp_path / "runs.csv", rows))
+    assert scores[0].predicted == pytest.approx(scores[1].predicted)

@@ -6,6 +6,7 @@ functions below stand in for what torch would choose there; see the table in doc
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -21,27 +22,18 @@ from titan_like.parallel import context
 _sdpa = F.scaled_dot_product_attention
 
 
-class Rows:
-    """Stands for the bounds of documents: every row is one, which asks for the largest temporaries."""
-
-    def __init__(self, q: Tensor) -> None:
-        self._bounds = list(range(0, q.shape[0] * q.shape[2] + 1, q.shape[2]))
-
-    def tolist(self) -> list[int]:
-        return self._bounds
-
-
 def composites() -> dict[Any, Callable[..., Any]]:
     """Operators of the trainer whose fake kernels hide what they allocate inside, and the functions that do not."""
     operators = torch.ops.titan_like
     return {
         operators.ring_attention.default: context.ring_attention._init_fn,
         operators.ring_attention_backward.default: context.ring_attention_backward._init_fn,
+        # Each row one document asks for the largest temporaries.
         operators.document_attention.default: lambda q, k, v, bounds: documents.document_attention._init_fn(
-            q, k, v, Rows(q)
+            q, k, v, None
         ),
         operators.document_attention_backward.default: lambda grad, q, k, v, out, lse, bounds: (
-            documents.document_attention_backward._init_fn(grad, q, k, v, out, lse, Rows(q))
+            documents.document_attention_backward._init_fn(grad, q, k, v, out, lse, None)
         ),
     }
 
@@ -57,6 +49,7 @@ def gpu_kernels() -> Iterator[None]:
             (F, "softmax", gpu_softmax),
             (context, "_forward_op", lambda device: forward(cuda)),
             (context, "_backward_op", lambda device: backward(cuda)),
+            (decoder, "attend_causally", partial(gpu_attention, is_causal=True)),
             (decoder, "attend_within_documents", _gpu_documents),
         ):
             stack.enter_context(patch.object(owner, name, function))

@@ -253,11 +253,14 @@ def attention_work(shape: Shape) -> tuple[int, int]:
     q, k = numbers * heads * shape.number, numbers * keys * shape.number
     if shape.cp > 1:
         return (0, 0) if shape.documents else _ring(shape, q, k)
-    if not shape.documents or shape.profile.gpu:
+    if shape.profile.gpu:
         return 0, 0
-    scale = shape.tokens * heads * 4
-    # A CPU has one call per document, at most a row, whose results are copied to their place.
-    return (q + scale) // shape.rows, (3 * q + scale) // shape.rows
+    # A CPU has one call per document, at most a row, whose results go to their place; in the backward one per piece.
+    row, scale = q // shape.rows, shape.tokens * heads * 4 // shape.rows
+    keys, longest = 128, 2048  # as in models/documents.py, which loads torch
+    if shape.number != 4 or not keys < shape.seq_len <= longest:
+        return row + scale, 3 * row + scale
+    return row + scale, row + 2 * row * keys // shape.seq_len + scale + shape.seq_len * keys * 4
 
 
 def _ring(shape: Shape, q: int, k: int) -> tuple[int, int]:

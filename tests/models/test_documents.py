@@ -89,6 +89,39 @@ def test_values_and_gradients_are_those_of_a_dense_mask(dtype: torch.dtype, tole
         torch.testing.assert_close(one, other, atol=4 * tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("lengths", [[[130, 1, 129]], [[260], [128, 132]], [[384], [383, 1]], [[2049], [2048, 1]]])
+def test_gradients_of_documents_that_are_cut_into_pieces(lengths: list[list[int]]) -> None:
+    torch.manual_seed(0)
+    rows, seq_len = len(lengths), sum(lengths[0])
+    q, k, v, grad = (torch.randn(rows, seq_len, 2, 8).transpose(1, 2).requires_grad_() for _ in range(4))
+    bounds, longest = document_bounds(packed(lengths))
+    found = torch.autograd.grad(attend_within_documents(q, k, v, bounds, longest), (q, k, v), grad)
+    q, k, v, grad = (x.detach().double().requires_grad_() for x in (q, k, v, grad))
+    mask = dense_mask(bounds, rows, seq_len)
+    wanted = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), (q, k, v), grad)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("tokens", "calls"), [(128, 1), (129, 2), (512, 4), (2048, 16), (2049, 1)])
+def test_which_documents_are_cut_into_pieces(tokens: int, calls: int) -> None:
+    document = (slice(1), slice(None), slice(7, 7 + tokens))
+    pieces = list(documents._pieces(document, torch.float32))
+    assert len(pieces) == calls
+    assert [i for _, (_, _, keys), _ in pieces for i in range(7 + tokens)[keys]] == list(range(7, 7 + tokens))
+    assert len(list(documents._pieces(document, torch.bfloat16))) == 1
+
+
+@pytest.mark.parametrize("seq_len", [16, 300])
+def test_a_plain_row_is_one_document(seq_len: int) -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, seq_len, 8).requires_grad_() for _ in range(4))
+    found, wanted = documents.attend_causally(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    for one, other in zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
 def test_r008_a_document_never_sees_another() -> None:
     model, rows = small_decoder(), packed([[5, 1, 10]])
     tokens, positions = torch.randint(0, 32, (1, 16)), torch.arange(16)[None]

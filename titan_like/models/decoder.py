@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_like.models.documents import Bounds, Documents, attend_within_documents, document_bounds
+from titan_like.models.documents import Bounds, Documents, attend_causally, attend_within_documents, document_bounds
 from titan_like.models.flavors import ModelConfig
 
 
@@ -49,7 +49,7 @@ class CausalAttention(nn.Module):
     ) -> Tensor:  # (B, N, S, H)
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         if mask is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return attend_causally(q, k, v)
         return attend_within_documents(q, k, v, *mask)
 
 

@@ -1,7 +1,8 @@
 """A compiled block: the programs that inductor writes for its forward and its backward. Letters as in program.py.
 
 Read from what torch 2.13 writes for a CPU, in all compositions; the trace runs the same (estimation/compiled.py). What
-is kept between forward and backward, and what is made again, is the choice of its partitioner.
+is kept between forward and backward, and what is made again, is the choice of its partitioner. Blocks of other trainers
+are taken to be written in the same way; what they keep differs.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ class CompiledBlock:
     """The forward and the backward of a block of this shape.
 
     Args:
-        keep: the tensors that recompute per operation keeps.
+        keep: what recompute per operation keeps; nothing, if it is of the whole block and inside of what is compiled.
     """
 
     def __init__(self, shape: Shape, keep: Iterable[str] = ()) -> None:
@@ -23,6 +24,7 @@ class CompiledBlock:
         heads, keys = m.n_heads // t, max(m.n_kv_heads // t, 1)
         Q, K, F, D = heads * m.head_dim, keys * m.head_dim, m.ffn_dim // t, m.dim
         self.shape, self.keep, self.is_fp32 = shape, {*keep}, e == 4
+        self._programs: dict[Mode, Programs] = {}
         self.is_ring, self.is_gathered = (shape.cp > 1 and x for x in (not shape.documents, shape.documents))
         self.repeats = keys < heads and not self.is_ring
         self.wide, self.hidden, self.rows = (T * D, e), (T * D // t, e), (T // t, 4)
@@ -111,21 +113,24 @@ class CompiledBlock:
     def _masks(self) -> tuple[str, ...]:
         return ("mask",) if self.shape.mask else ()
 
+    def _attend(self) -> list[Kernel]:
+        work, _ = attention_work(self.shape)
+        made = Kernel(
+            ("q", self.heads, self.v, *self._masks), {"attention": self.q, "logsumexp": self.lse},
+            takes=False, gives=False, work=work,
+        )  # fmt: skip
+        return [made, *([fused("attention rows", self.q, "attention")] if self.is_ring else [])]
+
     def forward(self, mode: Mode) -> list[Kernel]:
         """From "x" to "out"."""
         q, k = self.q, self.k
-        work, _ = attention_work(self.shape)
         over_units = "w3" if "w1" in self.keep else "w1"  # the one that is not kept
         out = fused("out", self.hidden, "x", self.wo, self.w2, over="" if self.shape.tp > 1 else "w2")
         return [
             *self._norm("n1", "x"),
             product("wq", self.n1, q), product("wk", self.n1, k), product("wv", self.n1, k),
             *self._attention_inputs(mode),
-            Kernel(
-                ("q", self.heads, self.v, *self._masks), {"attention": q, "logsumexp": self.lse},
-                takes=False, gives=False, work=work,
-            ),
-            *([fused("attention rows", q, "attention")] if self.is_ring else []),
+            *self._attend(),
             *self._product_to_hidden("wo", self.attended),
             *self._norm("n2", "x", self.wo),
             product("w1", self.n2, self.units), product("w3", self.n2, self.units),
@@ -140,7 +145,9 @@ class CompiledBlock:
         """From the gradient of "out" to that of "h", the sum of the attention's result and of "x"."""
         F, w, gathered, again = self.units, self.weights["w"], "dx out", list[Kernel]()
         if mode == "op":
-            again = [] if "wo" in self.keep or self.shape.tp > 1 else self._product_to_hidden("wo", self.attended)
+            if "attention" not in self.keep:
+                again = [*self._norm("n1", "x"), *self._attention_again(), *self._attend()]
+            again += [] if self.wo in self.keep else self._product_to_hidden("wo", self.attended)
             again += self._norm("n2", "x", self.wo)
             again += [product(name, self.n2, F) for name in ("w1", "w3") if name not in self.keep]
         back = self._gather("dx out", "dx out gathered")
@@ -233,12 +240,13 @@ class CompiledBlock:
         """From "dx out" to "dx", the gradients of weights with it."""
         gathered = self._gather("d h", "d h gathered")
         d_h = "d h gathered" if gathered else "d h"
-        again = self._norm("n1", "x") if mode == "op" else []
+        is_again = mode == "op" and "attention" in self.keep  # else it is for what comes after it
+        again = self._norm("n1", "x") if is_again else []
         parts = ("d n1 of v", "d n1 of k", "d n1 of q")
         ends = self._scatter(parts, "d n1", "d n1 scattered")
         d_n1 = ("d n1 scattered",) if ends else parts
         d_n2 = ("d n2 scattered",) if ends else ("d n2", "d n2 too")
-        rows = [fused("attention rows", self.q, "attention")] if self.is_ring and mode == "op" else []
+        rows = [fused("attention rows", self.q, "attention")] if self.is_ring and is_again else []
         names = (
             ("q", "d wq", self.weights["q"]),
             ("k", "d wk", self.weights["k"]),
@@ -253,7 +261,7 @@ class CompiledBlock:
         return [
             *self._units_backward(mode), *again, *gathered,
             product("d attention", d_h, self.q),
-            *(self._attention_again() if mode == "op" else []),
+            *(self._attention_again() if is_again else []),
             *self._attention_backward(), *ends,
             fused("gradient of n2", self.norm, "x", self.wo, "n2.rstd", *d_n2),
             fused("gradient of n1", self.norm, "x", "n1.rstd", *d_n1),
@@ -263,53 +271,63 @@ class CompiledBlock:
             fused("dx", self.hidden, "x", "n1.rstd", "sums", *d_n1, "d h", over="d h"),
         ]  # fmt: skip
 
-    def kept(self, mode: Mode) -> dict[str, Size]:
-        """What the backward reads of the forward."""
-        made: dict[str, Size] = {"x": self.hidden}
-        for kernel in self.forward(mode):
-            made |= kernel.makes
-        back = self.backward(mode)
-        own = {name for kernel in back for name in kernel.makes}
-        read = {name for kernel in back for name in kernel.reads}
-        return {name: size for name, size in made.items() if name in read - own}
+    def programs(self, mode: Mode) -> "Programs":
+        """Written once for each mode."""
+        if mode not in self._programs:
+            self._programs[mode] = Programs(self.hidden, self.forward(mode), self.backward(mode))
+        return self._programs[mode]
 
 
-def _within(mode: Mode) -> Mode:
-    """The mode inside of what is compiled: a whole block is recomputed from outside."""
-    return "op" if mode == "op" else "none"
+class Programs:
+    """The two programs of a block.
+
+    Attributes:
+        kept: what the backward reads of the forward.
+        made: what the forward makes, its result too.
+        steps: allocations and frees of the forward.
+    """
+
+    def __init__(self, hidden: Size, forward: list[Kernel], backward: list[Kernel]) -> None:
+        self.backward = backward
+        self.made = {name: size for kernel in forward for name, size in kernel.makes.items()}
+        own = {name for kernel in backward for name in kernel.makes}
+        read = {name for kernel in backward for name in kernel.reads} - own
+        self.kept = {name: size for name, size in {"x": hidden, **self.made}.items() if name in read}
+        self.steps = steps(forward, {"x": hidden}, [*self.kept, "out"])
+
+    def forward_events(self, prefix: str, term: str) -> list[Event]:
+        events = [
+            Event(prefix + name, 0, size, term if name in self.kept else "recompute" if prefix else "forward")
+            for name, size in self.steps
+        ]
+        return [
+            event._replace(name="x", offset=1, term="activations") if event.name == "out" else event for event in events
+        ]
+
+
+def _programs(block: CompiledBlock, mode: Mode) -> Programs:
+    return block.programs("op" if mode == "op" else "none")
 
 
 def compiled_forward(block: CompiledBlock, mode: Mode) -> list[Event]:
     """Allocations and frees as of tape.forward; recompute of a whole block is outside of what is compiled."""
-    within = _within(mode)
-    events = _forward_events(block, within, "", "activations")
+    programs = _programs(block, mode)
+    events = programs.forward_events("", "activations")
     if mode == "full":
         events += [
-            Event(name, 0, -bytes_of(size), "activations") for name, size in block.kept("none").items() if name != "x"
+            Event(name, 0, -bytes_of(size), "activations") for name, size in programs.kept.items() if name != "x"
         ]
     return events
 
 
-def _forward_events(block: CompiledBlock, mode: Mode, prefix: str, term: str) -> list[Event]:
-    kept = block.kept(mode)
-    events = [
-        Event(prefix + name, 0, size, term if name in kept else "recompute" if prefix else "forward")
-        for name, size in steps(block.forward(mode), {"x": block.hidden}, [*kept, "out"])
-    ]
-    return [
-        event._replace(name="x", offset=1, term="activations") if event.name == "out" else event for event in events
-    ]
-
-
 def compiled_backward(block: CompiledBlock, mode: Mode, gradient_term: str) -> list[Event]:
     """And as of tape.backward."""
-    within = _within(mode)
-    program, kept, events = block.backward(within), block.kept(within), list[Event]()
+    programs, events = _programs(block, mode), list[Event]()
+    program, kept = programs.backward, programs.kept
     prefix, term = ("again ", "recompute") if mode == "full" else ("", "activations")
     if mode == "full":
-        events = _forward_events(block, "none", prefix, term)
+        events = programs.forward_events(prefix, term)
         events.append(Event(f"{prefix}out", 0, -bytes_of(block.hidden), "recompute"))
-    again = {name for kernel in block.forward(within) for name in kernel.makes}
     gradients = [name for kernel in program for name in kernel.makes if name.startswith("gradient of ")]
     for name, size in steps(program, {**kept, "dx out": block.hidden}, [*gradients, "dx"]):
         if name.startswith("gradient of "):
@@ -320,7 +338,7 @@ def compiled_backward(block: CompiledBlock, mode: Mode, gradient_term: str) -> l
             events.append(
                 Event(name if name == "x" else prefix + name, 0, size, "activations" if name == "x" else term)
             )
-        elif name in again:
+        elif name in programs.made:
             events.append(Event(f"again {name}", 0, size, "recompute"))
         else:
             events.append(Event(name, 0, size, "backward"))

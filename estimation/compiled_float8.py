@@ -1,24 +1,27 @@
 """A compiled block in float8: the casts around the products of compiled_block.py. Letters as there; N columns of a
 product.
 
-Read from what torch 2.13 writes for a CPU of torchao 0.18's layers. A float8 number is a byte; where products are
-emulated inductor writes what they read as fp32 at once.
+Kernels are listed as torch 2.13 writes them for a CPU, of torchao 0.18's layers, and with the loops that they have;
+estimation/scheduler.py says which of them become one, and in which order they run. A float8 number is a byte; where
+products are emulated inductor writes what they read as fp32 at once.
 """
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from estimation.compiled_block import CompiledBlock
+from estimation.compiled_block import CompiledBlock, Programs
 from estimation.float8 import READERS, Float8
-from estimation.inductor import Kernel, Size, collective, fused
+from estimation.inductor import Kernel, Loops, Size, collective, fused, product
 from estimation.program import Shape
+from estimation.scheduler import scheduled
 from estimation.tape import Mode
 
-LAYER = {  # by the product of the backward that reads its weight
-    "d gate": "w2", "d n2": "w3", "d n2 too": "w1", "d attention": "wo",
-    "d n1 of v": "wv", "d n1 of k": "wk", "d n1 of q": "wq",
-}  # fmt: skip
-CASTS = (" row", " column", " input", " weight", " early", " back")
+LOOPS = {  # of kernels of compiled_block.py; "rows" and "columns" are reduced, in "flat" every number is by itself
+    **dict.fromkeys(("n1", "n1.rstd", "n2", "n2.rstd", "sums", "d h", "dx", "out", "wo scattered"), "rows"),
+    **dict.fromkeys(("gradient of n1", "gradient of n2"), "columns"),
+}
+PIECES = ("rotated", "q norm.rstd", "k norm.rstd")  # of heads
+ALONE = ("message", "copy", "mask", "heads", "once")
 
 
 class Float8Block(CompiledBlock):
@@ -47,15 +50,16 @@ class Float8Block(CompiledBlock):
         self.unmade = {name for name in of if names.issuperset(of[name]) and not self.is_hp}
         self.reads = {"n1": ("x", "n1.rstd"), "n2": ("x", self.wo, "n2.rstd"), "attention rows": ("attention",)}
 
-    def forward(self, mode: Mode) -> list[Kernel]:
-        program = list(self._cast(super().forward(mode), self._rounded(mode)))
-        return [*program, *self._columns()] if self._has_columns else program
-
     @property
     def _has_columns(self) -> bool:
         """With tensor parallelism weights and gathered inputs are kept as they are cast, lying the other way. (It is
         not compiled with recompute per operation.)"""
         return self.shape.tp > 1
+
+    @property
+    def _keeps_weights(self) -> bool:
+        """Emulated products read those that FSDP2 has gathered again."""
+        return self._has_columns and not (self.float8.gathered and self.float8.emulated)
 
     def _is_column(self, source: str) -> bool:
         """Whether nobody but products in float8 reads it."""
@@ -69,105 +73,246 @@ class Float8Block(CompiledBlock):
             *(fused(f"{n} weight column", (self.sides[n][0] * self.sides[n][1], 1)) for n in sorted(self.names)),
         ]  # fmt: skip
 
+    # The programs
+
+    def programs(self, mode: Mode) -> Programs:
+        if mode not in self._programs:
+            forward, backward = self._looped(self.forward(mode)), self._looped(self.backward(mode))
+            own = {name for kernel in backward for name in kernel.makes}
+            read = {name for kernel in backward for name in kernel.reads} - own
+            kept = {name: size for kernel in forward for name, size in kernel.makes.items() if name in read}
+            ends = [name for name in own if name.startswith("gradient of ")]
+            forward, backward = scheduled(forward, {}, [*kept, "out"]), scheduled(backward, kept, [*ends, "dx"])
+            self._programs[mode] = Programs(self.hidden, forward, backward)
+        return self._programs[mode]
+
+    def forward(self, mode: Mode) -> list[Kernel]:
+        program = list(self._cast(CompiledBlock.forward(self, mode), mode))
+        return [*program, *self._columns()] if self._has_columns else program
+
     def backward(self, mode: Mode) -> list[Kernel]:
-        program = list(self._cast(super().backward(mode), self._rounded(mode)))
-        if mode == "op" or self.shape.tp > 1 or self.float8.emulated != self.is_hp or self.float8.recipe == "rowwise":
-            return program
-        # What the backward is given is cast at once.
-        early = [kernel for kernel in program if self._is_early(kernel)]
-        return [*early, *(kernel for kernel in program if kernel not in early)]
+        made = set[str]()  # operands that several products read
+        return [*self._units_back(mode, made), *self._attention_back(mode, made)]
 
-    def _is_early(self, kernel: Kernel) -> bool:
-        name = next(iter(kernel.makes), "")
-        return name.endswith(" weight back") or name == "wo input back"
+    def _looped(self, program: list[Kernel]) -> list[Kernel]:
+        """Fused kernels with their loops. They read what is to be rounded, as it comes."""
+        made = {name for kernel in program for name in kernel.makes}
+        whole = {name: u for name in made if name != "wo" and (u := f"unrounded {name}") in made}
+        found = list[Kernel]()
+        for kernel in program:
+            if kernel.fused:
+                reads = tuple(name if name in kernel.makes else whole.get(name, name) for name in kernel.reads)
+                loops = kernel.loops or self._loops(kernel)
+                if kernel.over or reads != kernel.reads or loops != kernel.loops:
+                    kernel = replace(kernel, reads=reads, over="", loops=loops)
+            found.append(kernel)
+        return found
 
-    def _units_backward(self, mode: Mode) -> list[Kernel]:
-        program = super()._units_backward(mode)
-        if not self.names.issuperset(("w1", "w3")):
-            gate = [fused("gate", self.units, "w1", "w3")] if mode != "op" and self._is_gate_cast else []
-            return [*gate, *program]
-        names = [next(iter(kernel.makes)) for kernel in program]
-        start = min(names.index("d gate"), names.index("gradient of w2") if mode != "op" else len(names))
-        given, after = dict(zip(names, program, strict=True)), program[names.index("d n2 too") + 1 :]
-        if self.is_hp:
-            units = self._units_emulated if self.float8.emulated else self._units_twice
-            return [*program[:start], *units(mode, given), *after]
-        first = given["d gate"], given["gradient of w2"]
-        last = given["gradient of w3"], given["gradient of w1"]
-        again = [self._input_back("w1", self.n2)] if mode == "op" and self.float8.emulated else []
-        return [*program[:start], *again, *self._units_cast(mode, *first), *after, *last]
+    def _loops(self, kernel: Kernel) -> Loops:
+        [(name, (numbers, _))] = kernel.makes.items()
+        if kind := LOOPS.get(name):
+            return (kind, self.hidden[0])
+        if any(word in name for word in ALONE):
+            return ()
+        if name == "d k" or any(word in name for word in PIECES):
+            return ("pieces", numbers)
+        return ("rows" if self.is_heavy and name in ("d w3", "d w1", "d silu") else "flat", numbers)
+
+    def _cast(self, program: Iterable[Kernel], mode: Mode) -> Iterator[Kernel]:
+        """Products in float8 in place of others; without what is only cast."""
+        made = set[str]()
+        for kernel in program:
+            name = next(iter(kernel.makes))
+            if name in self.names and not kernel.fused:
+                yield from self._product(kernel, made, self._rounded(mode))
+            elif name not in self.unmade:
+                yield kernel
+
+    def _units_back(self, mode: Mode, made: set[str]) -> Iterator[Kernel]:
+        """From the gradient of "out" to that of "h"."""
+        F = self.units
+        gather = self._gather("dx out", "dx out gathered")
+        out = "dx out gathered" if gather else "dx out"
+        yield from gather
+        is_gate_cast = self._is_only_cast("w2")
+        is_gate_kept = self._is_gate_kept(mode)  # else silu is made again, and read twice
+        units = [] if is_gate_kept else [*self._units_again(mode), fused("silu", F, "w1")]
+        units += [] if is_gate_kept or is_gate_cast else [fused("gate", F, "silu", "w3")]
+        gate = ("silu", "w3") if is_gate_cast else ("gate",)
+        yield from self._layer("w2", (out,), out, "d gate", gate, made, between=units)
+        first = ("w1", "d gate") if is_gate_kept else ("silu", "d gate")
+        if is_gate_kept or not self._is_only_cast("w3"):
+            yield fused("d w3", F, *first)
+        d_w3 = ("d w3",) if is_gate_kept else first
+        yield from self._layer("w3", d_w3, "d w3", "d n2", self._from(self.n2), made)
+        yield fused("d silu", (F[0], 4), "w1")
+        d_w1: tuple[str, ...] = ("w1", "w3", "d gate", "d silu")
+        if self.is_heavy or not self._is_only_cast("w1"):
+            yield fused("d w1", F, *d_w1)
+        d_w1 = ("d w1",) if self.is_heavy else d_w1
+        yield from self._layer("w1", d_w1, "d w1", "d n2 too", self._from(self.n2), made)
+        sums, parts = self._summed_parts("n2", ("d n2", "d n2 too"), self.names & {"w1", "w3"})
+        yield from sums
+        read = ("x", self.wo, "n2.rstd", *parts)
+        yield fused("gradient of n2", self.norm, *read)
+        yield fused("sums", self.rows, *read)
+        yield fused("d h", self.hidden, *read, "sums", "dx out")
+
+    def _is_gate_kept(self, mode: Mode) -> bool:
+        return mode != "op" and not self._is_only_cast("w2")
+
+    def _units_again(self, mode: Mode) -> Iterator[Kernel]:
+        if mode != "op":
+            return
+        program = self._norm("n2", "x", self.wo)
+        is_kept = "attention" in self.keep
+        if self.wo not in self.keep:
+            rows = [fused("attention rows", self.q, "attention")] if self.is_ring and is_kept else []
+            program = [*rows, *self._product_to_hidden("wo", self.attended), *program]
+        program += [product(name, self.n2, self.units) for name in ("w1", "w3") if name not in self.keep]
+        again = [] if is_kept else [*self._norm("n1", "x"), *self._attention_again(), *self._attend()]
+        yield from self._cast([*again, *program], mode)
+
+    def _attention_back(self, mode: Mode, made: set[str]) -> Iterator[Kernel]:
+        """From the gradient of "h" to that of "x"."""
+        gather = self._gather("d h", "d h gathered")
+        d_h = "d h gathered" if gather else "d h"
+        yield from gather
+        is_new = self.is_ring and mode == "op" and "wo" in self.keep and self.attended not in self.unmade
+        rows = [fused("attention rows", self.q, "attention")] if is_new else []
+        yield from self._layer("wo", (d_h,), d_h, "d attention", self._from(self.attended), made, between=rows)
+        if mode == "op" and "attention" in self.keep:
+            yield from self._cast([*self._norm("n1", "x"), *self._attention_again()], mode)
+        found = self._attention_backward()
+        at = next(index for index, kernel in enumerate(found) if "d q" in kernel.makes) + 1
+        yield from found[:at]
+        given = {name: kernel for kernel in found[at:] for name in kernel.makes}
+        for name in ("d v once", "d v here", "d k once", "d k here", "d k", "d q rotated"):
+            yield from [given[name]] if name in given else []
+        for x, d in (("v", self._d_wv), ("k", "d wk"), ("q", "d wq")):
+            kernel = given.get(d)
+            is_made = kernel is None or not self._is_only_cast(f"w{x}")
+            reads = kernel.reads if kernel else (d,)
+            yield from [kernel] if kernel and is_made else []
+            yield from self._layer(f"w{x}", reads, d, f"d n1 of {x}", self._from(self.n1), made)
+            if x in self.biases:
+                loops = ("columns", (self.q if x == "q" else self.k)[0])
+                yield fused(f"gradient of w{x}.bias", self.biases[x], *([d] if is_made else reads), loops=loops)
+        sums_of_parts, parts = self._summed_parts(
+            "n1", ("d n1 of v", "d n1 of k", "d n1 of q"), self.names & {"wq", "wk", "wv"}
+        )
+        yield from sums_of_parts
+        if self.shape.model.qk_norm:
+            yield fused("gradient of q norm", self.head, "wq", "q norm.rstd", "d q rotated")
+            yield fused("gradient of k norm", self.head, "wk", "k norm.rstd", "d k")
+        read = ("x", "n1.rstd", *parts)
+        yield fused("gradient of n1", self.norm, *read)
+        yield fused("dx sums", self.rows, *read)
+        yield fused("dx", self.hidden, *read, "dx sums", "d h")
+
+    def _summed_parts(
+        self, norm: str, parts: tuple[str, ...], names: Collection[str]
+    ) -> tuple[list[Kernel], tuple[str, ...]]:
+        """The parts of the gradient of a norm's result, as what follows reads them."""
+        if ends := self._scatter(parts, f"d {norm}", f"d {norm} scattered"):
+            return ends, (f"d {norm} scattered",)
+        if not self.is_scaled or not names:
+            return [], parts
+        total = f"d {norm} sum"
+        return [fused(total, (self.wide[0], 4), *parts, loops=("rows", self.hidden[0]))], (total,)
 
     @property
-    def _is_gate_cast(self) -> bool:
-        return "w2" in self.names and not self.is_hp
+    def is_heavy(self) -> bool:
+        """Whatever reads the gate's gradient scales it."""
+        return self.is_scaled and "w2" in self.names
 
-    def _units_twice(self, mode: Mode, given: dict[str, Kernel]) -> list[Kernel]:
-        """Gradients of both units are kept and cast."""
-        F, d_gate, w2 = self.units, given["d gate"], given["gradient of w2"]
-        rows = [self._gradient("w3", "row", "d w3"), self._gradient("w1", "row", "d w1")]
-        if mode == "op":
-            gate = [fused("silu", F, "w1"), fused("gate", F, "silu", "w3")]
-            over = fused("d w1", F, "w1", "d gate", "w3", over="w3")
-            first = [d_gate, *gate, w2, fused("d w3", F, "silu", "d gate"), over, *rows]
+    @property
+    def is_scaled(self) -> bool:
+        """Products of rows have their scales in what reads them."""
+        return not self.is_tensorwise and not self.float8.emulated
+
+    def _is_only_cast(self, name: str) -> bool:
+        """Whether nobody but casts reads the gradient of a layer's result."""
+        return name in self.names and not self.is_hp
+
+    # A layer
+
+    def _layer(
+        self, name: str, d: tuple[str, ...], whole: str, result: str, source: tuple[str, ...], made: set[str],
+        *, between: Iterable[Kernel] = (),
+    ) -> Iterator[Kernel]:  # fmt: skip
+        """Its backward: the gradient of its input, and that of its weight. In float8 they come in this order.
+
+        Args:
+            d: what casts read of the gradient of its result; `whole`: the gradient itself.
+            source: its input, as it is read.
+            between: what is made when it is needed for the second.
+        """
+        D, N = self.sides[name]
+        size = {"w2": self.units, "wo": self.q}.get(name, self.wide)
+        if name in self.names:
+            yield from self._input_backward(name, d, result, size)
+            yield from between
+            yield from self._weight_backward(name, (whole,) if self.is_hp else d, source, made)
         else:
-            first = [w2, d_gate, given["d w3"], *rows]
-        (w3, of_w3), (w1, of_w1) = self._weight_back("w3"), self._weight_back("w1")
-        return [
-            *first,
-            *w3, *self._result("d n2", ("w3 row", of_w3), self.wide), given["gradient of w3"],
-            *w1, *self._result("d n2 too", ("w1 row", of_w1), self.wide), given["gradient of w1"],
-        ]  # fmt: skip
+            yield from between
+            yield Kernel((whole, *source), {f"gradient of {name}": (D * N, self.shape.number)})
+            yield product(result, whole, size)
 
-    def _units_emulated(self, mode: Mode, given: dict[str, Kernel]) -> list[Kernel]:
-        """Gradients of weights are products of whole numbers, which come first."""
-        F, read = self.units, ("w1", "d gate", "w3")
-        gate = [fused("gate", F, *read)] if mode == "op" else []
-        w2, (weights, weight) = given["gradient of w2"], self._weight_back("w1")
-        return [
-            *([] if gate else [w2]), given["d gate"], *gate,
-            fused("d w3", F, *read), fused("d silu", (F[0], 4), *read), fused("d w1", F, *read),
-            *([w2] if gate else []), given["gradient of w1"], given["gradient of w3"],
-            self._gradient("w1", "row", "w1", "w3", "d silu"), *weights,
-            *self._result("d n2 too", ("w1 row", weight), self.wide), given["d n2"],
-        ]  # fmt: skip
+    def _cast_of(self, what: str, numbers: int, way: str, *sources: str, again: str = "") -> list[Kernel]:
+        """A cast, and the largest numbers that it is scaled by.
 
-    def _units_cast(self, mode: Mode, d_gate: Kernel, w2: Kernel) -> list[Kernel]:
-        """Gradients of both units are cast where they are made, with the gate."""
-        F, at_once, late = self.units, ("w1", "w3", "d gate"), mode == "op"
-        is_silu = self.is_tensorwise or self.float8.emulated or not self._is_gate_cast
-        fp32 = [fused("d silu", (F[0], 4), *at_once)] if is_silu else [fused("d w1", F, *at_once)]
-        w1_row = self._gradient("w1", "row", *((*at_once, "d silu") if is_silu else ("d w1",)))
-        w1_column = self._gradient("w1", "column", "w1 row" if is_silu else "d w1")
-        is_alone = self.shape.tp > 1 and not self._is_gate_cast  # one gradient after the other
-        is_emulated = self.float8.emulated and not is_alone
-        is_together = is_emulated or not (late or is_alone)
-        w3_column = self._gradient(
-            "w3", "column", "w3 row" if is_alone else "d gate", *([] if is_alone else ["w1", "w3"])
-        )
-        at_end = is_alone
-        gate, column = [fused("gate", F, *at_once)], list[Kernel]()
-        if self._is_gate_cast:
-            gate.append(self._input("w2", "gate"))
-            column = [self._gradient("w2", "column", *d_gate.reads)]
-            (weight, w), is_late = self._weight_back("w2"), late and not self.float8.emulated
-            first = [
-                self._gradient("w2", "row", *d_gate.reads), *([] if is_late else column), *weight,
-                *self._result("d gate", ("w2 row", w), F), *(column if is_late else []),
-            ]  # fmt: skip
-            last = self._result("gradient of w2", ("w2 column", "w2 input"), self.weights["w"])
-        else:
-            gate = [*(gate if late else []), fused("d w3", F, *at_once)]
-            first, last = ([d_gate], [w2]) if late else ([w2, d_gate], [])
-        (w3, of_w3), (w1, of_w1) = self._weight_back("w3"), self._weight_back("w1")
-        return [
-            *first, *gate, *fp32,
-            self._gradient("w3", "row", *at_once), *([] if at_end else [w3_column]),
-            *([w1_row] if is_together else []), *([w1_column] if is_emulated else []), *last,
-            *w3, *self._result("d n2", ("w3 row", of_w3), self.wide), *([w3_column] if at_end else []),
-            *([] if is_together else [w1_row]),
-            *w1, *self._result("d n2 too", ("w1 row", of_w1), self.wide),
-            *([] if is_emulated else [w1_column]),
-        ]  # fmt: skip
+        Args:
+            way: the rows or the columns that have a scale each; tensorwise what the product reads.
+            again: the cast whose scale it has, if it is tensorwise.
+        """
+        is_flat = self.is_tensorwise and not any(source.endswith(".rstd") for source in sources)
+        is_column = way == "columns" and len(sources) == 1 and not self.float8.emulated
+        loops: Loops = ("columns" if is_column else "flat" if is_flat else "rows", numbers)
+        most, scale = list[Kernel](), f"{again or what} max"
+        if self.is_tensorwise:
+            of = fused(scale, (1, 4), *sources, loops=("flat", numbers), total=True)
+            most = [] if again else [of]
+            # Its shape is another, so that it stays alone.
+            loops = (*loops, "w1") if what == "w1 row" and (self.shape.tp > 1 or not self.float8.emulated) else loops
+        elif way == "columns" and not is_column:
+            scale = f"{what} max"
+            most = [fused(scale, (numbers // self.shape.tokens, 4), *sources, loops=("columns", numbers))]
+        reads = (*sources, scale) if most or self.is_tensorwise else sources
+        return [*most, fused(what, (numbers, self.cast), *reads, loops=loops)]
+
+    def _input_backward(self, name: str, d: tuple[str, ...], result: str, size: Size) -> Iterator[Kernel]:
+        numbers = self.shape.tokens * self.sides[name][1]
+        yield from self._cast_of(f"{name} row", numbers, "rows", *d)
+        kernels, weight = self._weight_back(name)
+        yield from kernels
+        yield from self._result(result, (f"{name} row", weight), size, ("d attention",))
+
+    def _weight_backward(
+        self, name: str, d: tuple[str, ...], source: tuple[str, ...], made: set[str]
+    ) -> Iterator[Kernel]:
+        D, N = self.sides[name]
+        T, gradient, size = self.shape.tokens, f"gradient of {name}", (D * N, self.shape.number)
+        if self.is_hp:
+            yield Kernel((*d, *source), {gradient: size})
+            return
+        is_copy = name == "w1" and self.is_tensorwise and not self.float8.emulated
+        columns = (f"{name} row",) if is_copy else d
+        yield from self._cast_of(f"{name} column", T * N, "columns", *columns, again=f"{name} row")
+        norm = next((norm for norm, readers in READERS.items() if name in readers), "")
+        back = f"{self._given(name, norm)} input back"
+        if self._has_columns and norm and self._is_column(norm):
+            kept = f"{self.n1 if norm == 'n1' else self.n2} column"
+            back, source = (back, (kept,)) if self.float8.emulated else (kept, source)
+        if back not in made and back.endswith(" back"):
+            made.add(back)
+            yield from self._cast_of(back, T * D, "columns", *source)
+        yield from self._result(gradient, (f"{name} column", back), size)
+
+    def _given(self, name: str, norm: str) -> str:
+        """By whose name a layer's operand goes."""
+        is_one = norm == "n2" or self.float8.emulated  # for all readers of a norm
+        return next(x for x in READERS[norm] if x in self.names) if norm and is_one else name
 
     # Operands
 
@@ -177,24 +322,23 @@ class Float8Block(CompiledBlock):
         column, back = f"{name} weight column", f"{name} weight back"
         if self._has_columns and not self.float8.emulated:
             return [], column
-        return [fused(back, (D * N, self.cast), *([column] if self._has_columns else []))], back
+        made = fused(back, (D * N, self.cast), *([column] if self._keeps_weights else [f"{name} parameter"]))
+        last, found = f"{name} parameter", list[Kernel]()
+        steps = {} if self.is_tensorwise else {"max": 1, "scale": 1} if self.is_hp else {"max": N}
+        for step, numbers in steps.items():
+            found.append(fused(f"{back} {step}", (numbers, 4), last, loops=(f"weight {step}", name)))
+            last = f"{back} {step}"
+        # Scaled by rows and not cast to bytes, a weight that is no square is gone through in another order than before.
+        is_turned = self.float8.emulated and D != N and not self.is_tensorwise
+        loops: Loops = ("weight", name, "back") if is_turned else ("weight", name)
+        return [*found, replace(made, reads=(*made.reads, *([last] if found else [])), loops=loops)], back
 
     def _from(self, source: str) -> tuple[str, ...]:
         return self.reads[source] if source in self.unmade else (source,)
 
-    def _input(self, name: str, source: str) -> Kernel:
-        return fused(f"{name} input", (self.shape.tokens * self.sides[name][0], self.cast), *self._from(source))
-
-    def _input_back(self, name: str, source: str) -> Kernel:
-        [size] = (made := self._input(name, source)).makes.values()
-        return replace(made, makes={f"{name} input back": size})
-
     def _weight(self, name: str) -> list[Kernel]:
         D, N = self.sides[name]
-        return [fused(f"{name} weight", (D * N, self.cast))]
-
-    def _gradient(self, name: str, way: str, *sources: str) -> Kernel:
-        return fused(f"{name} {way}", (self.shape.tokens * self.sides[name][1], self.cast), *sources)
+        return [fused(f"{name} weight", (D * N, self.cast), f"{name} parameter", loops=("weight", name))]
 
     def _result(self, name: str, reads: tuple[str, ...], size: Size, rounded: Collection[str] = ()) -> list[Kernel]:
         made = (size[0], self.result)
@@ -204,74 +348,23 @@ class Float8Block(CompiledBlock):
 
     def _rounded(self, mode: Mode) -> set[str]:
         """What attention reads, what recompute per operation keeps, and what is kept, if it is less then."""
-        kept = self.keep if mode == "op" else {"wo", "w1", "w3"} if self.float8.emulated else ()
+        kept = self.keep if mode == "op" else {"wo", "w1", "w3"} if self.float8.emulated else set()
+        if self.shape.model.qk_norm and mode != "op" and self.float8.emulated:
+            kept = {*kept, "wq", "wk"}
         return {self.v, "d attention", *kept}
-
-    # Programs
-
-    def _cast(self, program: list[Kernel], rounded: Collection[str]) -> Iterator[Kernel]:
-        made = {name for kernel in program for name in kernel.makes if name.endswith(" back")}
-        for kernel in program:
-            name = next(iter(kernel.makes), "")
-            weight = name.removeprefix("gradient of ")
-            is_cast = any(read.endswith(CASTS) for read in kernel.reads)
-            is_cast |= any(read.startswith("unrounded ") for read in kernel.reads)
-            if name in self.unmade:
-                continue
-            is_wide = kernel.over in self.names - set(rounded) and self.result != self.shape.number
-            kernel = replace(kernel, over="") if is_wide else kernel
-            if name in self.names and not is_cast:
-                yield from self._product(kernel, made, rounded)
-            elif LAYER.get(name) in self.names and not is_cast:
-                yield from self._input_backward(kernel, rounded)
-            elif weight != name and weight in self.names and not self.is_hp and not is_cast:
-                yield from self._weight_backward(kernel, made)
-            else:
-                yield kernel
 
     def _product(self, kernel: Kernel, made: set[str], rounded: Collection[str]) -> Iterator[Kernel]:
         [(name, size)], [source] = kernel.makes.items(), kernel.reads
         norm = source.partition(" ")[0]
-        readers = [x for x in READERS.get(norm, (name,)) if x in self.names]
-        is_one = norm == "n2" or self.float8.emulated  # for all of its readers
-        given = readers[0] if is_one else name
-        for reader in readers[:1] if is_one else readers:
-            if reader not in made:
-                made.add(reader)
-                yield self._input(reader, source)
+        given = self._given(name, norm if norm in READERS else "")
+        if given not in made:
+            made.add(given)
+            numbers = self.shape.tokens * self.sides[given][0]
+            yield from self._cast_of(f"{given} input", numbers, "rows", *self._from(source))
         is_there = self.float8.gathered and not self.float8.emulated  # as FSDP2 has gathered it
         yield from [] if is_there else self._weight(name)
         operands = (f"{given} input", *([] if is_there else [f"{name} weight"]))
         yield from self._result(name, operands, size, rounded)
-
-    def _input_backward(self, kernel: Kernel, rounded: Collection[str]) -> Iterator[Kernel]:
-        [(name, size)], [source] = kernel.makes.items(), kernel.reads
-        layer = LAYER[name]
-        yield self._gradient(layer, "row", source)
-        if not self.is_hp:
-            yield self._gradient(layer, "column", source)
-        kernels, weight = self._weight_back(layer)
-        yield from kernels
-        yield from self._result(name, (f"{layer} row", weight), size, rounded)
-
-    def _weight_backward(self, kernel: Kernel, made: set[str]) -> Iterator[Kernel]:
-        [(name, size)], source = kernel.makes.items(), kernel.reads[1]
-        layer = name.removeprefix("gradient of ")
-        norm = source.partition(" ")[0]
-        readers = [x for x in READERS.get(norm, (layer,)) if x in self.names]
-        is_one = norm == "n2" or self.float8.emulated
-        given = readers[0] if is_one else layer
-        column = f"{source} column"
-        if self._has_columns and norm in READERS and self._is_column(source):
-            if not self.float8.emulated:
-                yield from self._result(name, (f"{layer} column", column), size)
-                return
-            source = column
-        back = f"{given} input back"
-        if back not in made:
-            made.add(back)
-            yield self._input_back(given, source)
-        yield from self._result(name, (f"{layer} column", back), size)
 
 
 class SentBlock(Float8Block):
@@ -297,24 +390,8 @@ class SentBlock(Float8Block):
             cast, collective(f"{name} message", f"{name} cast", whole), fused(gathered, whole, f"{name} message")
         ]  # fmt: skip
 
-    def backward(self, mode: Mode) -> list[Kernel]:
-        return list(self._cast(CompiledBlock.backward(self, mode), self._rounded(mode)))
-
-    def _units_backward(self, mode: Mode) -> list[Kernel]:
-        program = CompiledBlock._units_backward(self, mode)
-        if not self.names.issuperset(("w1", "w3")):
-            return program
-        names = [next(iter(kernel.makes)) for kernel in program]
-        given, after = dict(zip(names, program, strict=True)), program[names.index("d n2 too") + 1 :]
-        F, read, (kernels, weight) = self.units, ("w1", "d gate", "w3"), self._weight_back("w1")
-        whole = [fused("d w1", F, *read)] if self.float8.emulated else []
-        return [
-            *program[: names.index("gradient of w2")], given["gradient of w2"], given["d gate"],
-            fused("d w3", F, *read), fused("d silu", (F[0], 4), *read), *whole,
-            self._gradient("w1", "row", *read, "d silu"), *kernels,
-            *self._result("d n2 too", ("w1 row", weight), self.wide), given["gradient of w1"],
-            given["d n2"], given["gradient of w3"], *after,
-        ]  # fmt: skip
+    def _is_gate_kept(self, mode: Mode) -> bool:
+        return True  # as it was cast
 
     # Operands
 
@@ -343,23 +420,34 @@ class SentBlock(Float8Block):
         if self.float8.emulated:
             yield fused(f"{source} input", (numbers, 4), source if self._is_sent(source) else f"{source} early")
 
-    def _input_backward(self, kernel: Kernel, rounded: Collection[str]) -> Iterator[Kernel]:
-        [(name, size)], [source] = kernel.makes.items(), kernel.reads
-        layer = LAYER[name]
-        row, (kernels, weight) = f"{layer} row", self._weight_back(layer)
-        if self._is_sent(source) and not self.float8.emulated:
-            row = source
+    def _input_backward(self, name: str, d: tuple[str, ...], result: str, size: Size) -> Iterator[Kernel]:
+        row, (kernels, weight) = f"{name} row", self._weight_back(name)
+        if self._is_sent(d[0]) and not self.float8.emulated:
+            row = d[0]
         else:
-            yield self._gradient(layer, "row", source)
+            numbers = self.shape.tokens * self.sides[name][1]
+            yield from (
+                self._cast_of(row, numbers, "rows", *d)
+                if not self._is_sent(d[0])
+                else [fused(row, (numbers, self.cast), *d, loops=("flat", numbers))]
+            )
         yield from kernels
-        yield from self._result(name, (row, weight), size, rounded)
+        yield from self._result(result, (row, weight), size, ("d attention",))
 
-    def _weight_backward(self, kernel: Kernel, made: set[str]) -> Iterator[Kernel]:
-        [(name, size)], [d, source] = kernel.makes.items(), kernel.reads
-        layer = name.removeprefix("gradient of ")
-        yield self._gradient(layer, "column", d if self._is_sent(d) else f"{layer} row")
-        operand = f"{source} input" if self.float8.emulated else f"{source} column"
-        yield from self._result(name, (f"{layer} column", operand), size)
+    def _weight_backward(
+        self, name: str, d: tuple[str, ...], source: tuple[str, ...], made: set[str]
+    ) -> Iterator[Kernel]:
+        D, N = self.sides[name]
+        numbers = self.shape.tokens * N
+        loops: Loops = ("columns", numbers)
+        if self.float8.emulated:  # with the other
+            loops = ("flat", numbers, "w1") if name == "w1" else ("flat", numbers)
+        elif len(d) > 1:
+            d = (f"{name} row",)
+        yield fused(f"{name} column", (numbers, self.cast), *d, loops=loops)
+        read = {"wo": self.attended, "w2": "gate"}.get(name, self.n2 if name in READERS["n2"] else self.n1)
+        operand = f"{read} input" if self.float8.emulated else f"{read} column"
+        yield from self._result(f"gradient of {name}", (f"{name} column", operand), (D * N, self.shape.number))
 
     def _columns(self) -> list[Kernel]:
         """Of all operands, made together at the end; emulated products have read fp32 numbers, which are kept."""
@@ -370,5 +458,6 @@ class SentBlock(Float8Block):
             cast = source if self._is_sent(source) else f"{source} early"
             if not self.float8.emulated:
                 found[source] = fused(f"{source} column", (self.shape.tokens * D, 1), cast)
-            found[name] = fused(f"{name} weight column", (D * N, 1))
+            if self._keeps_weights:
+                found[name] = fused(f"{name} weight column", (D * N, 1))
         return list(found.values())

@@ -65,7 +65,7 @@ class _Block:
 
     def _cast(self, numbers: int) -> int:
         """Bytes at most while `numbers` are cast: a scaled fp32 copy, another within bounds, and the result."""
-        return numbers if self.shape.compiled else 9 * numbers
+        return 9 * numbers
 
     def cast(self, ops: list[Op]) -> Iterator[Op]:
         sent = {norm for norm, readers in READERS.items() if self._travels and self.names.issuperset(readers)}
@@ -121,11 +121,8 @@ class _Block:
         work = self._multiply(T, D, N, is_fast=True) - op.output[1]
         back = self._backward(T, D, N, has_input, has_weight, is_narrow)
         gradient = T * N if is_narrow else op.output[1]
-        # Compiled, what is only cast is made again from what the norm or the gate has read.
-        is_again = self.shape.compiled and source in ("n1", "n2", "gate") and self.float8.recipe != "rowwise_with_gw_hp"
-        back += T * D * e * is_again
         yield replace(
-            op, inputs=(operands,), output=(made, op.output[1]), saves=() if is_again else (source,),
+            op, inputs=(operands,), output=(made, op.output[1]), saves=(source,),
             gradient=gradient, custom=True, temporary=(work, back - T * D * e - op.weight),
         )  # fmt: skip
         if op.bias:
@@ -139,7 +136,7 @@ class _Block:
             return max(8 * left, 4 * left + 8 * right, 4 * (left + right + result), (4 + (e < 4) * e) * result)
         if self.float8.recipe == "tensorwise":
             return e * result
-        scales = 0 if is_fast or self.shape.compiled else 4 * result  # applied after a product without them
+        scales = 0 if is_fast else 4 * result  # applied after a product without them
         return scales + (2 + (e == 4) * e) * result
 
     def _backward(self, T: int, D: int, N: int, has_input: bool, has_weight: bool, is_narrow: bool) -> int:

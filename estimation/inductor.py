@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Size = tuple[int, int]  # numbers, bytes of each
+Loops = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Kernel:
         over: the input whose place its last result takes.
         unseen: bytes of results that stay in registers, which inductor counts when it looks for the most.
         work: bytes that live only while it runs.
+        loops: what it runs over; those that run over the same may become one (estimation/scheduler.py).
+        total: it reduces all numbers to one, which none of those that it has become one with can read.
         fused: what it reads is freed when the kernels after it that are fused too have made theirs.
         takes: results may take the place of others; those of torch's own operators have memory of their own.
         gives: others may take theirs.
@@ -31,6 +34,8 @@ class Kernel:
     gives: bool = True
     unseen: int = 0
     work: int = 0
+    loops: Loops = ()
+    total: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -45,8 +50,8 @@ def collective(name: str, source: str, size: Size) -> Kernel:
     return Kernel((source,), {name: size}, takes=False)
 
 
-def fused(name: str, size: Size, *reads: str, over: str = "") -> Kernel:
-    return Kernel(reads, {name: size}, over, fused=True)
+def fused(name: str, size: Size, *reads: str, over: str = "", loops: Loops = (), total: bool = False) -> Kernel:
+    return Kernel(reads, {name: size}, over, fused=True, loops=loops, total=total)
 
 
 Step = tuple[str, int]  # an allocation (bytes > 0) or a free (< 0) of what was first called so

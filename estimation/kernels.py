@@ -17,9 +17,8 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Partial
 
 from titan_like.models import decoder, documents
+from titan_like.optim import clip
 from titan_like.parallel import context
-
-_sdpa = F.scaled_dot_product_attention
 
 
 def composites() -> dict[Any, Callable[..., Any]]:
@@ -51,6 +50,7 @@ def gpu_kernels() -> Iterator[None]:
             (context, "_backward_op", lambda device: backward(cuda)),
             (decoder, "attend_causally", partial(gpu_attention, is_causal=True)),
             (decoder, "attend_within_documents", _gpu_documents),
+            (clip, "_squares_by_rows", clip._squares),
         ):
             stack.enter_context(patch.object(owner, name, function))
         yield

@@ -22,6 +22,7 @@ class Profile:
         rope: halves computes in eight fp32 pieces, complex in two.
         kept_products: recompute per operation keeps the products with an even or an odd running number in their block.
         keeps_attention: and whether it keeps the result of attention: early lists had no entry for cuDNN's.
+        compiles_recompute: a compiled block has its recomputation in it; else it is around it.
         early_stop: recomputation ends at the last tensor that the backward needs.
         loss: whole holds fp32 log-probabilities of all tokens; compiled holds the logits; chunked works on
             `loss_chunks` pieces of the sequence, logits included, chunked compiled in fused kernels; linear makes the
@@ -54,6 +55,7 @@ class Profile:
     rope: Literal["halves", "complex"] = "halves"
     kept_products: Literal["even", "odd"] = "even"
     keeps_attention: bool = True
+    compiles_recompute: bool = False
     early_stop: bool = True
     loss: Literal["whole", "compiled", "chunked", "chunked compiled", "linear", "linear compiled"] = "whole"
     loss_chunks: int = 1
@@ -96,7 +98,7 @@ TITAN_2024_03 = Profile(
     "torchtitan 2024-03", f"{_TITAN}/tree/83c879f18: train.py, parallelisms/parallelize_llama.py", norm="python",
     rope="complex", kept_products="odd", keeps_logits="fp32", groups="together", step_state=False,
     last_block_stays=True, foreach_update=True, expandable=False,
-    whole_table_gradient=True, flat_pool="reduce",
+    whole_table_gradient=True, flat_pool="reduce", compiles_recompute=True,
 )  # fmt: skip
 TITAN_2024_06 = replace(
     TITAN_2024_03, name="torchtitan 2024-06", source=f"{_TITAN}/tree/40f8fd007", norm="fused", foreach_update=False,

@@ -4,13 +4,15 @@ Sizes are bytes, of one rank and one micro-batch. Letters: T tokens of this rank
 K = key heads x head size, F hidden units, V vocabulary, t = tensor-parallel degree, e bytes of a number in compute.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from estimation.profiles import Profile
+from estimation.ring import Ring
 from titan_like.models.flavors import ModelConfig
 
+PRODUCTS = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")  # of a block, in their order
 Kind = Literal["product", "attention", "pointwise", "collective"]
 
 
@@ -27,9 +29,6 @@ class Op:
         weight, bias: bytes of the gradients of its weight and its bias.
         keep: recompute per operation keeps the output (and the extras).
         passes: the gradient of the output is that of every input, without a copy.
-        waits: the operation whose backward makes the gradient of this one's weight too; until then what it reads stays.
-        waits_again: the same in recompute per operation.
-        in_place: the gradient of the first input is written over that of the output.
         gradient: bytes of the gradient of the output, where they are not those of the output.
         held: bytes that a backward for inputs leaves for its weight, where they are not the gradient of the output.
         custom: an autograd function in Python: the gradients of input and weight are made together, whichever is asked
@@ -48,9 +47,6 @@ class Op:
     bias: int = 0
     keep: bool = False
     passes: bool = False
-    in_place: bool = False
-    waits: str = ""
-    waits_again: str = ""
     gradient: int = 0
     held: int = 0
     custom: bool = False
@@ -110,32 +106,58 @@ class Shape:
         return tokens * rows * self.number
 
 
-def block_program(shape: Shape, cast: Callable[[list[Op]], list[Op]] = list) -> list[Op]:
+def block_program(shape: Shape, float8: Collection[str] = (), cast: Callable[[list[Op]], list[Op]] = list) -> list[Op]:
     """The operations of one transformer block in their order; input "x", output "out".
 
     Args:
-        cast: puts products in float8.
+        float8: the products in float8; `cast`: puts them in it.
     """
+    keep = kept_products(shape, float8)
     ops = [*_norm(shape, "n1", "x", shape.tokens // shape.tp, shape.model.dim, shape.model.dim)]
     source = _gather(shape, ops, "n1")
-    ops += _attention(shape, source)
+    ops += _attention(shape, source, keep)
     last = _scatter(shape, ops, "wo")
+    _hold(shape, ops, "n1", "q", "k", "wv")
     ops.append(Op("residual 1", ("x", last), ("h", shape.hidden), passes=True, moved=3 * shape.hidden))
     ops += _norm(shape, "n2", "h", shape.tokens // shape.tp, shape.model.dim, shape.model.dim)
     source = _gather(shape, ops, "n2")
-    ops += _feed_forward(shape, source)
+    ops += _feed_forward(shape, source, keep)
     last = _scatter(shape, ops, "w2")
+    _hold(shape, ops, "n2", "h")
     ops.append(Op("residual 2", ("h", last), ("out", shape.hidden), passes=True, moved=3 * shape.hidden))
-    ops = _keep_products(cast(ops), shape)
-    return _compiled(ops) if shape.compiled else ops
+    return _fused(cast(ops)) if shape.compiled else cast(ops)
 
 
-def _product(shape: Shape, name: str, source: str, rows: int, columns: int, bias: bool = False) -> Op:
+def _hold(shape: Shape, ops: list[Op], *names: str) -> None:
+    """What the arguments and variables of Python's functions hold to the last operation inside."""
+    if not shape.compiled:
+        ops[-1] = _with(ops[-1], reads=names)
+
+
+def kept_products(shape: Shape, float8: Collection[str] = ()) -> set[str]:
+    """What recompute per operation keeps: every second product.
+
+    A product with a bias is another operation (addmm), neither counted nor kept; in float8 the bias is added after it.
+    """
+    biased = ("wq", "wk", "wv") if shape.model.qkv_bias else ()
+    counted = [name for name in PRODUCTS if name in float8 or name not in biased]
+    return set(counted[{"even": 1, "odd": 0}[shape.profile.kept_products] :: 2])
+
+
+def kept_results(shape: Shape, float8: Collection[str] = ()) -> set[str]:
+    """And of what else a block makes: sums over tensor-parallel ranks, and of attention, where a profile names it."""
+    sums = {"wo scattered", "w2 scattered"} if shape.tp > 1 else set()
+    return kept_products(shape, float8) | sums | ({"attention"} if shape.profile.keeps_attention else set())
+
+
+def _product(
+    shape: Shape, name: str, source: str, rows: int, columns: int, keep: Collection[str] = (), *, bias: bool = False
+) -> Op:
     """T x rows times rows x columns."""
     out, weight = shape.tokens * columns * shape.number, rows * columns * shape.number
     moved = shape.tokens * rows * shape.number + weight + out
     return Op(
-        name, (source,), (name, out), (source,), weight=weight, bias=bias * columns * shape.number,
+        name, (source,), (name, out), (source,), weight=weight, bias=bias * columns * shape.number, keep=name in keep,
         kind="product", flops=2 * shape.tokens * rows * columns, moved=moved,
     )  # fmt: skip
 
@@ -208,17 +230,20 @@ def _rotate(shape: Shape, name: str, source: str, numbers: int) -> Op:
     return Op(name, (source,), (name, size), temporary=(pieces * wide, back * wide), piece=wide, moved=2 * size)
 
 
-def _attention(shape: Shape, source: str) -> list[Op]:
+def _attention(shape: Shape, source: str, keep: Collection[str]) -> list[Op]:
     m, T, e = shape.model, shape.tokens, shape.number
     heads, keys = m.n_heads // shape.tp, max(m.n_kv_heads // shape.tp, 1)
     Q, K = heads * m.head_dim, keys * m.head_dim
-    ops = [_product(shape, name, source, m.dim, n, m.qkv_bias) for name, n in (("wq", Q), ("wk", K), ("wv", K))]
+    sizes = {"wq": Q, "wk": K, "wv": K}
+    ops = [_product(shape, name, source, m.dim, n, keep, bias=m.qkv_bias) for name, n in sizes.items()]
     q, k = "wq", "wk"
     if m.qk_norm:
         ops += _norm(shape, "q norm", q, T * heads, m.head_dim, m.head_dim)
         ops += _norm(shape, "k norm", k, T * keys, m.head_dim, m.head_dim)
+        _hold(shape, ops, q)
         q, k = "q norm", "k norm"
     ops += [_rotate(shape, "q", q, T * Q), _rotate(shape, "k", k, T * K)]
+    _hold(shape, ops, q)
     k, v = "k", "wv"
     if keys < heads and shape.cp == 1:
         for name, of in (("k heads", k), ("v heads", v)):
@@ -242,7 +267,7 @@ def _attention(shape: Shape, source: str) -> list[Op]:
         ops.append(
             Op("attention rows", ("attention",), ("attention rows", T * Q * e), passes=True, moved=2 * T * Q * e)
         )
-    ops.append(_product(shape, "wo", "attention rows" if is_ring else "attention", Q, m.dim))
+    ops.append(_product(shape, "wo", "attention rows" if is_ring else "attention", Q, m.dim, keep))
     return ops
 
 
@@ -252,7 +277,10 @@ def attention_work(shape: Shape) -> tuple[int, int]:
     numbers = shape.tokens * shape.model.head_dim
     q, k = numbers * heads * shape.number, numbers * keys * shape.number
     if shape.cp > 1:
-        return (0, 0) if shape.documents else _ring(shape, q, k)
+        return (0, 0) if shape.documents else Ring(
+            q, k, shape.number, shape.cp, shape.rotate == "allgather", shape.balanced,
+            repeats=keys < heads, copies=keys > 1, copies_queries=heads > 1,
+        ).work  # fmt: skip
     if shape.profile.gpu:
         return 0, 0
     # A CPU has one call per document, at most a row, whose results go to their place; in the backward one per piece.
@@ -261,28 +289,6 @@ def attention_work(shape: Shape) -> tuple[int, int]:
     if shape.number != 4 or not keys < shape.seq_len <= longest:
         return row + scale, 3 * row + scale
     return row + scale, row + 2 * row * keys // shape.seq_len + scale + shape.seq_len * keys * 4
-
-
-def _ring(shape: Shape, q: int, k: int) -> tuple[int, int]:
-    """What ring attention holds on the first rank beside its results: forward, backward.
-
-    Source: torch's _templated_ring_attention and its backward; titan_like/parallel/context.py repeats heads inside.
-    Keys and values are made contiguous and laid together; all ranks' are gathered, or one at a time travels. A block's
-    kernel works on repeated heads and makes gradients of as many, in the compute dtype; they are added up in fp32, and
-    those of keys and values travel in a pair of buffers beside the pair that is added to. Without balance the first
-    rank skips all blocks but its own, and holds zeros for each.
-    """
-    e, wide_q, wide_k = shape.number, q // shape.number * 4, k // shape.number * 4
-    held = 2 * k + 2 * k + (2 * shape.cp * k if shape.rotate == "allgather" else 2 * k)
-    if shape.balanced:  # later blocks: half of the queries, all keys
-        merged = max(3 * q, 3 * wide_q)
-        backward = q + wide_q + 6 * wide_k + (q + 2 * k) + 4 * q + q // 2
-    else:
-        merged = 3 * q
-        own_block = q + wide_q + 2 * wide_k + 5 * q
-        skipped = q + 2 * wide_q + 8 * wide_k + (q if e < 4 else 0)
-        backward = max(own_block, skipped)
-    return held + merged - q, held + backward - q - 2 * k
 
 
 def _mask(shape: Shape) -> Op:
@@ -303,58 +309,25 @@ def _gathered_keys(shape: Shape, k: str, v: str, size: int) -> list[Op]:
     ]  # fmt: skip
 
 
-def _feed_forward(shape: Shape, source: str) -> list[Op]:
+def _feed_forward(shape: Shape, source: str, keep: Collection[str]) -> list[Op]:
     units = shape.model.ffn_dim // shape.tp
     size = shape.tokens * units * shape.number
     return [
-        _product(shape, "w1", source, shape.model.dim, units),
+        _product(shape, "w1", source, shape.model.dim, units, keep),
         Op("silu", ("w1",), ("silu", size), ("w1",), moved=2 * size),
-        _product(shape, "w3", source, shape.model.dim, units),
+        _product(shape, "w3", source, shape.model.dim, units, keep),
         Op("gate", ("silu", "w3"), ("gate", size), ("silu", "w3"), moved=3 * size),
-        _product(shape, "w2", "gate", units, shape.model.dim),
+        _product(shape, "w2", "gate", units, shape.model.dim, keep),
     ]
 
 
-def _keep_products(ops: list[Op], shape: Shape) -> list[Op]:
-    """Mark what recompute per operation keeps: attention, reduce-scatters, and every second product.
-
-    A product with a bias is another operation (addmm), neither counted nor kept; in float8 the bias is added after it.
-    """
-    wanted, count, marked = {"even": 0, "odd": 1}[shape.profile.kept_products], 0, []
-    for op in ops:
-        if op.kind == "product" and (op.custom or not op.bias):
-            count += 1
-            op = _with(op, keep=count % 2 == wanted)
-        marked.append(op)
-    return marked
-
-
-def _compiled(ops: list[Op]) -> list[Op]:
-    """The operations of a compiled block, and their memory where compiled_block.py does not know the program: in other
-    trainers.
-
-    Fused operations have no temporaries. silu is a part of the gate, whose kernel writes one gradient over the one that
-    it reads, and computes the gate again in recompute per operation. One kernel at the end makes the gradients of both
-    norms' weights. Nothing is kept that no backward and no recomputation reads, whatever the policy says.
-    """
-    unread = {"out"}
-    for op in reversed(ops):
-        readers = [other for other in ops if op.output[0] in (*other.inputs, *other.saves)]
-        if all(op.output[0] not in other.saves and other.output[0] in unread for other in readers):
-            unread.add(op.output[0])
-    found = []
-    for op in ops:
-        op = _with(op, keep=op.keep and op.output[0] not in unread)
-        if op.name == "silu":
-            continue
-        if op.name == "gate":
-            op = _with(op, inputs=("w1", "w3"), saves=("w1", "w3"), in_place=True)
-        if op.kind == "pointwise":
-            op = _with(op, temporary=(0, 0), waits="n1" if op.name == "n2" else "")
-        if op.name == "w2":
-            op = _with(op, waits_again="gate")
-        found.append(op)
-    return found
+def _fused(ops: list[Op]) -> list[Op]:
+    """Compiled, silu is a part of the gate; for the memory of a compiled block see compiled_block.py."""
+    return [
+        _with(op, inputs=("w1", "w3"), saves=("w1", "w3")) if op.name == "gate" else op
+        for op in ops
+        if op.name != "silu"
+    ]
 
 
 def _with(op: Op, **changes: Any) -> Op:

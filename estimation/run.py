@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
 from estimation.job import Job
-from estimation.schedules import Action, gathered_stages
+from estimation.schedules import Action, Step, rounds
 from estimation.stage import StageMemory
 from estimation.tape import Event, Segment
 from estimation.types import COMMUNICATION
@@ -40,44 +40,71 @@ class Run:
         self.sums: set[int] = set()
         self.early: set[int] = set()
         self.waiting: set[int] = set()
-        self._left = Counter(action.stage for action in actions if action.kind in "BW")
+        self._rounds = rounds(actions, gathers_ahead=job.schedule == "looped" and job.wrapped)
+        self._left = Counter[int]()
+        for steps, times in self._rounds:
+            self._count(steps, times)
         self._sent = self._newest = 0  # messages that nobody but the schedule holds
         self._found: list[Segment] = []
         self._add = self._found.append
         self._hidden = job.shape.hidden
         self._receive = [messages("receive buffers", self._hidden, count) for count in (-1, 1)]
 
+    def _count(self, steps: list[Step], times: int) -> None:
+        """How many backwards there are to come."""
+        for step in steps:
+            if step.kind in "BW":
+                self._left[step.stage] += times
+
     def segments(self) -> list[Segment]:
         """In order, reductions of gradients included."""
         self._found.clear()
         self._add(messages("gradients of buffers", self._hidden, -left_gradients(self.actions, self.stages)))
-        is_looped = self.job.schedule == "looped" and self.job.wrapped
-        changes = gathered_stages(self.actions) if is_looped else [([], [])] * len(self.actions)
-        for action, (evicted, fetched) in zip(self.actions, changes, strict=True):
-            kind, number, _ = action
+        for steps, times in self._rounds:
+            while times > 2:
+                before, sent, at = self._state(), self._sent, len(self._found)
+                self._act(steps)
+                times -= 1
+                if self._state() == before:  # so do all others; but the last of all may be a stage's last
+                    self._found += self._found[at:] * (times - 1)
+                    self._count(steps, 1 - times)
+                    self._sent += (self._sent - sent) * (times - 1)
+                    times = 1
+            self._act(steps * times)
+        self._drop_messages()
+        return self._found
+
+    def _state(self) -> tuple[object, ...]:
+        """What decides how an action runs."""
+        stages = (self.begun, self.whole, self.asked, self.sums, self.early, self.waiting)
+        return self._sent > 0, *map(frozenset, stages)
+
+    def _act(self, steps: list[Step]) -> None:
+        for kind, number, evicted, fetched in steps:
             if evicted or fetched or number in self.asked:
                 self._prepare(number, evicted, fetched)
             if kind == "F":
                 self._forward(number)
             elif kind == "I":
                 self._inputs(number)
-                self._add(messages("gradients of buffers", self._hidden, left_gradients([action], self.stages)))
+                self._add(messages("gradients of buffers", self._hidden, leaves_gradient(number, self.stages)))
             elif kind == "W" and number > 0:  # the first stage has no gradient of its input to begin with
                 self._weights(number)
             else:
                 self._backward(number)
             self._messages(kind, number)
-            if kind not in "BW":
-                continue
-            self._left[number] -= 1
-            if self.job.pp > 1 and not self._left[number]:
-                if self.job.schedule == "GPipe" and self.job.profile.gpu:
-                    self._drop_messages(but=self._newest)
-                self._reduce(number)
-        self._drop_messages()
-        return self._found
+            if kind in "BW":
+                self._end(number)
 
-    def _prepare(self, number: int, evicted: list[int], fetched: list[int]) -> None:
+    def _end(self, number: int) -> None:
+        """A backward is over; after a stage's last one its gradients are reduced."""
+        self._left[number] -= 1
+        if self.job.pp > 1 and not self._left[number]:
+            if self.job.schedule == "GPipe" and self.job.profile.gpu:
+                self._drop_messages(but=self._newest)
+            self._reduce(number)
+
+    def _prepare(self, number: int, evicted: tuple[int, ...], fetched: tuple[int, ...]) -> None:
         for stage in evicted:
             if stage in self.begun:  # the reduction of gradients gives weights back too
                 self._add(self.stages[stage].release(whole=stage in self.whole))
@@ -168,9 +195,13 @@ class Run:
 
 
 def left_gradients(actions: Iterable[Action], stages: Collection[int]) -> int:
-    """A backward for inputs leaves the gradient of a receive buffer there, until the schedule runs again (torch:
-    stage_backward_input, clear_runtime_states)."""
-    return sum(1 for kind, stage, _ in actions if kind == "I" and stage > 0 and stage - 1 not in stages)
+    """How many a rank's actions leave until the schedule runs again (torch: clear_runtime_states)."""
+    return sum(leaves_gradient(stage, stages) for kind, stage, _ in actions if kind == "I")
+
+
+def leaves_gradient(stage: int, stages: Collection[int]) -> bool:
+    """Whether a backward for inputs leaves the gradient of a receive buffer there (torch: stage_backward_input)."""
+    return stage > 0 and stage - 1 not in stages
 
 
 @lru_cache(maxsize=256)

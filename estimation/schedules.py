@@ -3,6 +3,7 @@
 Actions are (kind, stage, micro-batch) with kind F forward, B backward, I and W its two halves.
 """
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
@@ -47,7 +48,6 @@ def torch_tables(name: str, degree: int, virtual: int, micro_batches: int) -> tu
 def csv_tables(path: str) -> tuple[tuple[Action, ...], ...]:
     """The rows of a schedule file; titan_like/config/pipeline_csv.py has checked them."""
     import csv
-    import re
 
     with Path(path).open(newline="") as file:
         rows = [
@@ -98,4 +98,31 @@ def gathered_stages(actions: tuple[Action, ...], count: int = 3) -> list[tuple[l
         else:
             found.append(([s for s in active if s not in window], [s for s in window if s not in active]))
         active = window
+    return found
+
+
+class Step(NamedTuple):
+    """An action of any micro-batch, and the stages whose weights are given back and asked for before it."""
+
+    kind: str
+    stage: int
+    evicted: tuple[int, ...]
+    fetched: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def rounds(actions: tuple[Action, ...], *, gathers_ahead: bool) -> list[tuple[list[Step], int]]:
+    """The same as what is repeated, and how often: a steady state differs in its micro-batches alone."""
+    changes = gathered_stages(actions) if gathers_ahead else [([], [])] * len(actions)
+    steps = [
+        Step(action.kind, action.stage, tuple(evicted), tuple(fetched))
+        for action, (evicted, fetched) in zip(actions, changes, strict=True)
+    ]
+    letters = {step: chr(index) for index, step in enumerate(dict.fromkeys(steps))}
+    text = "".join(letters[step] for step in steps)
+    found, at = [], 0
+    for match in re.finditer(r"(.{1,8}?)\1+|.", text, re.DOTALL):
+        size = len(match[1] or match[0])
+        found.append((steps[at : at + size], len(match[0]) // size))
+        at = match.end()
     return found

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from estimation.candidates import STAGES, Fixed, Group, always_wrong, groups, meshes, variants
+from estimation.compiled_block import CompiledBlock, compiled_forward
 from estimation.devices import GIB, Device
 from estimation.formula import RankMemory, memory_of
 from estimation.job import Job, job_of
-from estimation.program import Shape, block_program
+from estimation.program import Shape, block_program, kept_results
 from estimation.report import worst_rank
 from estimation.tape import Mode, kept, sizes_of
 from estimation.time.block import coster_of
@@ -136,6 +137,8 @@ def _lightest(job: Job) -> Mode:
 
 @lru_cache(maxsize=4096)
 def _block_bytes(shape: Shape, mode: Mode) -> int:
+    if shape.compiled:  # but for its input, in the place of which is its result
+        return sum(event.size for event in compiled_forward(CompiledBlock(shape, kept_results(shape)), mode))
     ops = block_program(shape)
     sizes = {"x": shape.hidden, **sizes_of(ops)}
     return sum(sizes[name] for name in kept(ops, mode) if name != "out")

@@ -18,7 +18,7 @@ from estimation.loss import (
     loss_backward,
     loss_forward,
 )
-from estimation.program import Op, block_program, head_program, last_norm_program
+from estimation.program import Op, block_program, head_program, kept_results, last_norm_program
 from estimation.tape import Event, Mode, Segment, backward, forward, inputs_backward, kept, weights_backward
 from estimation.types import BACKWARD, COMMUNICATION, FORWARD, LOSS
 from estimation.wrapped import GroupMemory, event_of
@@ -33,6 +33,7 @@ class Blocks:
     segments: dict[tuple[object, ...], Segment] = field(default_factory=dict)
     events: dict[tuple[object, ...], list[Event]] = field(default_factory=dict)
     programs: dict[object, list[Op]] = field(default_factory=dict)
+    compiled: dict[object, CompiledBlock] = field(default_factory=dict)
 
 
 class StageMemory(GroupMemory):
@@ -40,7 +41,8 @@ class StageMemory(GroupMemory):
 
     def __init__(self, job: Job, number: int, blocks: Blocks) -> None:
         super().__init__(job, number)
-        self._blocks, self._events, self._programs = blocks.segments, blocks.events, blocks.programs
+        self._blocks, self._events = blocks.segments, blocks.events
+        self._programs, self._compiled = blocks.programs, blocks.compiled
 
     @property
     def receive_buffers(self) -> int:
@@ -213,7 +215,7 @@ class StageMemory(GroupMemory):
         casts = self.job.float8
         if casts is None or not float8:
             return block_program(self.shape)
-        return block_program(self.shape, lambda ops: cast_products(ops, self.shape, casts, float8))
+        return block_program(self.shape, float8, lambda ops: cast_products(ops, self.shape, casts, float8))
 
     def _head(self) -> list[Op]:
         return last_norm_program(self.shape) if self.shape.profile.is_linear else head_program(self.shape)
@@ -222,24 +224,34 @@ class StageMemory(GroupMemory):
         """A pass through a block, or through what ends in the head."""
         key = (direction, "head" if layer is None else self._kind(layer))
         if key not in self._events:
-            ops, hidden, mode = self._ops(layer), self.shape.hidden, self._mode(layer)
-            early_stop, term = self.job.profile.early_stop, self._gradient_term
-            block = self._written(layer)
-            self._events[key] = (
-                compiled_forward(block, mode) if block and direction == "forward"
-                else compiled_backward(block, mode, term) if block
-                else forward(ops, hidden, kept(ops, mode)) if direction == "forward"
-                else backward(ops, hidden, mode, early_stop=early_stop, gradient_term=term)
-            )  # fmt: skip
+            self._events[key] = self._run(direction, layer)
         return self._events[key]
 
-    def _written(self, layer: int | None) -> CompiledBlock | None:
-        """A block as inductor writes it; None: it does not, or for another trainer (see program.py)."""
-        shape, casts = self.shape, self.job.float8
-        if layer is None or not shape.compiled or shape.profile.rope != "halves":
-            return None
-        keep = {op.output[0].removesuffix(" product") for op in self._ops(layer) if op.keep}  # with a bias: before it
+    def _run(self, direction: Literal["forward", "backward"], layer: int | None) -> list[Event]:
+        mode, hidden, term = self._mode(layer), self.shape.hidden, self._gradient_term
+        is_forward = direction == "forward"
+        if layer is not None and self.shape.compiled:
+            block = self._written(layer)
+            # In float8 with tensor parallelism it is counted as around the program: compiled_float8.py knows no other.
+            is_inside = self.shape.profile.compiles_recompute and not (self.job.float8 and self.shape.tp > 1)
+            mode = "op" if mode == "full" and is_inside else mode  # which keeps nothing then
+            return compiled_forward(block, mode) if is_forward else compiled_backward(block, mode, term)
+        ops, early_stop = self._ops(layer), self.job.profile.early_stop
+        if is_forward:
+            return forward(ops, hidden, kept(ops, mode))
+        return backward(ops, hidden, mode, early_stop=early_stop, gradient_term=term)
+
+    def _written(self, layer: int) -> CompiledBlock:
+        """A block as inductor writes it."""
         names = self.job.products_of(layer)
+        keep = kept_results(self.shape, names) if self._mode(layer) == "op" else set()
+        key = (names, bool(keep))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(names, keep)
+        return self._compiled[key]
+
+    def _compile(self, names: frozenset[str], keep: set[str]) -> CompiledBlock:
+        shape, casts = self.shape, self.job.float8
         if casts is None or not names:
             return CompiledBlock(shape, keep)
         kind = SentBlock if shape.tp > 1 and casts.recipe == "tensorwise" else Float8Block
@@ -248,7 +260,9 @@ class StageMemory(GroupMemory):
     @cached_property
     def _input_moves(self) -> bool:
         """The first block keeps the stage's input: it is an activation until it is freed, then a buffer again."""
-        return not self.is_first and "x" in kept(self._ops(self.layers[0]), self._mode(self.layers[0]))
+        if self.is_first or self.shape.compiled:
+            return not self.is_first
+        return "x" in kept(self._ops(self.layers[0]), self._mode(self.layers[0]))
 
     def _return_input(self) -> list[Event]:
         return [event_of("receive buffers", self.shape.hidden, COMMUNICATION)] if self._input_moves else []
@@ -304,7 +318,7 @@ class StageMemory(GroupMemory):
                 if is_received:  # its gradient lies in a buffer, which stays
                     made = [event for event in made if event[:2] != ("dx", 1)]
                 if self._adds_at_once(first, fresh):
-                    made = _added(made, together=self._written(layer) is not None)
+                    made = _added(made, together=layer is not None and self.shape.compiled)
                 events += made
                 events += self._finish(name, first, fresh, reduces, before) if is_group else []
                 known[key] = Segment.of(events, name)

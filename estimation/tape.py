@@ -6,7 +6,7 @@ head). A segment sums its events up, so that a step of thousands of operations c
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -34,7 +34,7 @@ POOLS = ("main", "gather", "reduce")  # the streams that allocate: compute, FSDP
 _PLACE = {pool: place for place, pool in enumerate(POOLS, start=1)}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Segment:
     """Events, or other segments, that run one after the other.
 
@@ -176,12 +176,15 @@ def _at_work(op: Op, direction: int, sign: int) -> list[Event]:
 
 
 def recomputation(ops: Sequence[Op], early_stop: bool) -> Sequence[Op]:
-    """The operations that run again: with early stop, up to the last that makes something for the backward."""
+    """The operations that run again: with early stop, up to the last that makes something for the backward.
+
+    What would be held longer is held to the end."""
     if not early_stop:
         return [op for op in ops if op.output[0] != "out"]
     needed = saved_by(ops)
     last = max(i for i, op in enumerate(ops) if op.custom or not needed.isdisjoint(_made_by(op)))
-    return ops[: last + 1]
+    held = dict.fromkeys(name for op in ops[last:] for name in op.reads if name not in ops[last].inputs)
+    return [*ops[:last], replace(ops[last], reads=tuple(held))]
 
 
 class Gradients:
@@ -193,10 +196,8 @@ class Gradients:
 
     def __init__(self, ops: Sequence[Op], x_size: int) -> None:
         self._sizes = {"x": x_size, **{op.output[0]: op.gradient or op.output[1] for op in ops}}
-        self._late = {op.output[0] for op in ops if op.waits}  # inductor adds their parts up where they are read
         self._storage = {"out": "out"}
         self._holders = Counter(["out"])
-        self._parts: Counter[str] = Counter()
 
     def __contains__(self, name: str) -> bool:
         return name in self._storage
@@ -204,7 +205,7 @@ class Gradients:
     def of_inputs(self, op: Op) -> Iterator[Event]:
         """The backward of `op` makes the gradients of its inputs, or passes on that of its output."""
         for name in op.inputs:
-            if not (op.passes or (op.in_place and name == op.inputs[0])):
+            if not op.passes:
                 yield from self._make(name)
             elif name not in self:
                 self._hold(name, self._storage[op.output[0]])
@@ -215,7 +216,6 @@ class Gradients:
         self._holders[at] -= 1
         if not self._holders[at]:
             yield self.event(at, -1)
-        yield from [self.event(name, -1)] * self._parts[name]
 
     def event(self, at: str, sign: int) -> Event:
         """What lies where the gradient of `at` was made comes or goes."""
@@ -236,8 +236,6 @@ class Gradients:
                 yield from (self.event(name, 1), self.event(name, -1))
             yield from self.release(name)
             self._hold(name, name)
-        elif name in self._late:
-            self._parts[name] += 1
         else:
             yield self.event(name, -1)
 
@@ -279,17 +277,20 @@ def backward(
 
     The gradient of the output is there as ("dx", +1) and is freed; that of "x" is left as ("dx", 0).
     """
-    events = [] if mode == "none" else _recompute(ops, x_size, mode, early_stop)
-    dropped = {event.name for event in events if event.size < 0}
-    gradients, saved, ends = Gradients(ops, x_size), Saved(ops, x_size, mode, dropped), _ends(ops, mode)
+    again = [] if mode == "none" else _recompute(ops, x_size, mode, early_stop)
+    dropped = {event.name for event in again if event.size < 0}
+    gradients, saved = Gradients(ops, x_size), Saved(ops, x_size, mode, dropped)
+    events: list[Event] = []
     for op in reversed(ops):
+        if op.saves:  # the first that asks for something
+            events += again
+            again = []
         if op.output[0] not in gradients:  # a mask
             events += saved.read_by(op)
             continue
         events += [*_at_work(op, 1, 1), *gradients.of_inputs(op)]
         events += [*_gradients_of_weights(op, gradient_term), *_at_work(op, 1, -1)]
-        for done in ends.get(op.name, ()):
-            events += [*gradients.release(done.output[0]), *saved.read_by(done)]
+        events += [*gradients.release(op.output[0]), *saved.read_by(op)]
     return events + saved.rest()
 
 
@@ -297,14 +298,6 @@ def _recompute(ops: Sequence[Op], x_size: int, mode: Mode, early_stop: bool) -> 
     """The part of the forward that is run again."""
     again = recomputation(ops, early_stop)
     return forward(again, x_size, saved_by(ops) | {"x"}, made=kept(ops, mode) - {"x"})
-
-
-def _ends(ops: Sequence[Op], mode: Mode) -> dict[str, list[Op]]:
-    """By the operation whose backward ends them: itself, and those whose end inductor delays until then."""
-    ends: dict[str, list[Op]] = {}
-    for op in ops:
-        ends.setdefault(op.waits or (mode == "op" and op.waits_again) or op.name, []).append(op)
-    return ends
 
 
 def _gradients_of_weights(op: Op, term: str) -> list[Event]:

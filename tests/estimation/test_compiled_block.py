@@ -18,20 +18,24 @@ KEPT = {
     "op": T * (16 + 32 + 32 + 48) * 2 + T * 4 * 4,
     "full": 0,
 }
+LESS = {("wk", "wo", "w3"): KEPT["op"] - T * 32 * 2 - T * 4 * 4, (): 0}  # attention is made again, or all is
 WEIGHTS = (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) * 2
 
 
-@pytest.mark.parametrize("mode", list(KEPT))
-def test_what_a_forward_leaves_a_backward_takes(mode: Mode) -> None:
+@pytest.mark.parametrize(
+    ("mode", "keep", "expected"),
+    [*((mode, KEEP, size) for mode, size in KEPT.items()), *(("op", keep, size) for keep, size in LESS.items())],
+)
+def test_what_a_forward_leaves_a_backward_takes(mode: Mode, keep: tuple[str, ...], expected: int) -> None:
     shape = Shape(MODEL, rows=1, seq_len=T, compiled=True)
-    forward = compiled_forward(CompiledBlock(shape, KEEP), mode)
+    forward = compiled_forward(CompiledBlock(shape, keep), mode)
     hidden = T * 32 * 2
-    assert sum(event.size for event in forward) == KEPT[mode] + hidden  # and its result
-    backward = compiled_backward(CompiledBlock(shape, KEEP), mode, "reduce-scatter")
+    assert sum(event.size for event in forward) == expected + hidden  # and its result
+    backward = compiled_backward(CompiledBlock(shape, keep), mode, "reduce-scatter")
     left = Counter[tuple[str, int]]()
     for event in backward:
         left[event.name, event.offset] += event.size
-    assert sum(left.values()) == WEIGHTS - KEPT[mode] - hidden  # of x, the gradient of which takes the place of another
+    assert sum(left.values()) == WEIGHTS - expected - hidden  # of x, the gradient of which takes the place of another
     assert left["x", 0] == -hidden and left["dx", 0] == hidden and left["dx", 1] == -hidden
 
 

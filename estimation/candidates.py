@@ -9,8 +9,7 @@ from math import isqrt
 from typing import Any
 
 from titan_like.config import Config
-from titan_like.config.checks import cross_checks
-from titan_like.config.schema import SCHEDULES, SINGLE_STAGE, V_SHAPED
+from titan_like.config.schema import SCHEDULES, SINGLE_STAGE, V_SHAPED, Compile
 from titan_like.launch import check_settings
 
 VIRTUAL = (2, 4)  # stages per rank that are tried
@@ -44,7 +43,7 @@ def value_of(config: Config, key: str) -> Any:
 def problems(config: Config, world_size: int) -> list[str]:
     """What the trainer would refuse before it opens any data; its folders are not looked at."""
     unwritten = changed(config, {"comm.mode": "fake", "comm.fake_rank": 0})  # in this mode it writes nothing
-    return [*cross_checks(unwritten), *check_settings(unwritten, world_size)]
+    return check_settings(unwritten, world_size)
 
 
 def meshes(base: Config, gpus: int, fixed: Fixed) -> Iterator[Config]:
@@ -127,7 +126,7 @@ def variants(group: Group, gpus: int, fixed: Fixed) -> Iterator[Config]:
             continue
         found = changed(group.sample, {**keys, BATCH: group.rows * group.batches, "training.global_batch_size": total})
         if problems(found, gpus):
-            found = changed(found, {COMPILE: False})
+            found = changed(found, {COMPILE: False, "compile.components": Compile().components})
             if not group.sample.compile.enable or fixed.get(COMPILE) or problems(found, gpus):
                 continue
         yield found

@@ -1,5 +1,6 @@
 """The entry point that every rank runs: what it says and how it ends."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def failing(argv: list[str]) -> int:
-    with pytest.raises(Left) as caught:
+    with pytest.raises((Left, SystemExit)) as caught:
         train.main(argv)
     return int(caught.value.args[0])
 
@@ -86,6 +87,20 @@ def test_an_unwritable_folder(folder: Path, capsys: pytest.CaptureFixture[str]) 
     argv = arguments(folder / "file" / "run", data__train=folder / "train")
     assert failing(argv) == 2
     assert "nothing can be written to" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_before_the_first_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("titan_like.recovery.replace_text", full)
+    assert failing(arguments(folder / "run")) == 2
+    assert capsys.readouterr().err == (
+        f'error: job.dump_folder is "{folder}/run", but it cannot be written (No space left on device); '
+        "make room there or choose another folder\n"
+    )
 
 
 def test_a_failure_while_running_is_exit_code_1(

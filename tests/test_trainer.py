@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.tiny_run import SEQ_LEN, VOCAB, config, logged, losses, run, write_corpus
+from titan_like.config import ConfigError
 from titan_like.data.dataset import TokenDataset
 from titan_like.models.decoder import Decoder
 from titan_like.parallel.distributed import close_process_group
@@ -55,6 +56,24 @@ def test_a_run_writes_what_it_says(folder: Path, capsys: pytest.CaptureFixture[s
     assert out.count("mfu n/a") == 3 and "step 4/6  loss " in out
     assert f"finished: step 6 of 6; everything lies in {folder}/run" in out
     assert (folder / "run" / "config.toml").is_file() and not (folder / "run" / "checkpoint").exists()
+
+
+def test_what_the_device_cannot_do_is_told_together_and_moves_no_earlier_run(folder: Path) -> None:
+    """The launcher looks without torch, which may see no GPU where a driver is."""
+    earlier = [path.name for path in run(folder / "run", training__steps=1).recovery.run_folder.iterdir()]
+    asked = {"float8.enable": None, "profiling.enable_memory_snapshot": None, "profiling.profile_freq": 1}
+    with pytest.raises(ConfigError) as refused:
+        Trainer(config(folder / "run", **asked))
+    assert [problem.split()[0] for problem in refused.value.problems] == [*asked][:2]
+    assert all("but this run's device is the CPU" in problem for problem in refused.value.problems)
+    assert [path.name for path in (folder / "run").iterdir()] == earlier
+
+
+def test_a_forecast_is_logged_where_a_device_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for device in ("h200", ""):
+        run(folder / "run", training__steps=1, estimation__device=device)
+        out = capsys.readouterr().out
+        assert out.count("memory forecast: fits: ") == bool(device)
 
 
 def test_it_learns(folder: Path) -> None:

@@ -12,13 +12,16 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from titan_like.checkpoint.storage import check_url, is_url, locate
-from titan_like.config import Config, ConfigError, TitanError, load_config_or_exit, world_checks
+from titan_like.config import Config, ConfigError, TitanError, load_config
+from titan_like.config.checks import cross_checks, device_checks
 from titan_like.data.dataset import check_data
 from titan_like.models.flavors import resolve
 from titan_like.models.hf_format import check_start, read_hf_config
 from titan_like.parallel.checks import model_checks
 from titan_like.prepare import ensure_default
 from titan_like.quantize.layers import float8_checks
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvmap")  # NVIDIA, AMD, WSL, Jetson
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,16 +30,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: 2 after printing one sentence per problem; 1 if the preparation failed.
     """
-    config = load_config_or_exit(sys.argv[1:] if argv is None else argv)
     world_size, problems = check_environment(os.environ)
-    problems += check_settings(config, world_size)
     try:
-        if not problems and config.comm.mode == "real":
+        config = load_config(
+            sys.argv[1:] if argv is None else argv, lambda config: [*problems, *check_settings(config, world_size)]
+        )
+        if config.comm.mode == "real":
             with redirect_stdout(sys.stderr):
                 ensure_default([*config.data.train_entries, *config.data.validation])
-            problems = check_shards(config)
-        if problems:
-            raise ConfigError(*problems)
+            if problems := check_shards(config):
+                raise ConfigError(*problems)
     except TitanError as error:
         print(*(f"error: {problem}" for problem in str(error).splitlines()), sep="\n", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -51,7 +54,9 @@ def check_run(config: Config, world_size: int) -> list[str]:
 
 def check_settings(config: Config, world_size: int) -> list[str]:
     """The part of check_run that looks at no data."""
-    problems = world_checks(config, world_size) if world_size > 0 else []
+    problems = cross_checks(config, world_size)
+    if reason := why_no_gpu(config):
+        problems += device_checks(config, reason)
     model = config.model
     try:
         shape = resolve(model.name, model.flavor, model.overrides)
@@ -67,12 +72,6 @@ def check_settings(config: Config, world_size: int) -> list[str]:
                 f"training.seq_len ({config.training.seq_len}) is longer than the {limit} tokens that {model.name} "
                 f"{model.flavor} allows; lower it, or raise model.overrides.max_seq_len"
             )
-    no_gpu = config.comm.mode == "fake" or config.comm.backend == "gloo"
-    if config.activation_checkpoint.mode == "auto" and no_gpu and not config.estimation.device:
-        problems.append(
-            'activation_checkpoint.mode is "auto", but without a GPU nothing says what must fit; name one in '
-            'estimation.device, or set the mode to "none", "selective" or "full"'
-        )
     if config.comm.mode == "fake":
         return problems
     problems += check_folder("job.dump_folder", config.job.dump_folder)
@@ -111,6 +110,18 @@ def check_shards(config: Config) -> list[str]:
         blended=data.train_weights is not None,
         repeat=data.on_exhausted == "repeat",
     )
+
+
+def why_no_gpu(config: Config) -> str:
+    """Why the run can only be one on the CPU; empty: torch will see. A GPU needs the device file of its driver."""
+    if config.comm.mode == "fake":
+        return "comm.mode fake has none"
+    if config.comm.backend == "gloo":
+        return "comm.backend gloo trains on the CPU"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):
+        return f'CUDA_VISIBLE_DEVICES is "{visible}"'
+    return "" if any(Path(file).exists() for file in GPU_FILES) else "no GPU is found on this machine"
 
 
 def check_profiling_folders(config: Config) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from titan_like import __version__
 from titan_like.checkpoint import commit, hf
@@ -25,6 +26,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.data.hf_tokenizer import export_tokenizer, token_ids, twin
 from titan_like.data.training import TrainingData
 from titan_like.models.hf_format import check_start
+from titan_like.observe.appended import replace_text
 from titan_like.parallel.distributed import new_cpu_group
 from titan_like.parallel.init import local_ranges
 from titan_like.parallel.mesh import AXES
@@ -76,10 +78,14 @@ class Recovery:
         return counters
 
     def prepare_run_folder(self, step: int) -> None:
-        """On one rank: set aside what a run that goes on after `step` would write over, and save the config."""
+        """On one rank: set aside what a run that goes on after `step` would write over, and save the config.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
         _set_aside(self.run_folder, self.folder, step, saves=self._saver is not None)
         self.run_folder.mkdir(parents=True, exist_ok=True)
-        (self.run_folder / "config.toml").write_text(dump_toml(self._config))
+        replace_text(self.run_folder / "config.toml", dump_toml(self._config))
 
     def is_due(self, step: int) -> bool:
         """Whether the interval asks for a checkpoint of this step; raises what a save in the background has raised."""
@@ -92,7 +98,8 @@ class Recovery:
         """Save; at the last step and before a stop it `must` succeed, whatever checkpoint.on_error says."""
         if self._saver is not None:
             config = dump_toml(self._config)
-            self._saver.save(counters.step, self.tensors(), self._record(counters), config, must=must)
+            with record_function("checkpoint"):
+                self._saver.save(counters.step, self.tensors(), self._record(counters), config, must=must)
 
     def wait(self) -> None:
         """Until the last checkpoint is complete."""

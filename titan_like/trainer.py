@@ -16,7 +16,8 @@ from torch.profiler import record_function
 
 from titan_like.auto import with_chosen_recompute
 from titan_like.config import Config
-from titan_like.config.errors import TitanError
+from titan_like.config.checks import device_checks
+from titan_like.config.errors import ConfigError, TitanError
 from titan_like.data.training import TrainingData
 from titan_like.device import find_device, memory_gib, peak_flops
 from titan_like.models.flavors import flops_per_token, resolve
@@ -26,10 +27,10 @@ from titan_like.observe.profiling import Profiler
 from titan_like.observe.sample_ids import SampleIdLog
 from titan_like.optim.optimizer import build_optimizer, lr_factor, set_lr
 from titan_like.parallel.apply import build_model
-from titan_like.parallel.compile import compiled_so_far, require_compiler
+from titan_like.parallel.compile import compiled_so_far, compiler_checks
 from titan_like.parallel.distributed import close_process_group, init_process_group, set_timeout
 from titan_like.parallel.mesh import build_mesh
-from titan_like.quantize.float8 import require_hardware
+from titan_like.quantize.float8 import hardware_checks
 from titan_like.recovery import Recovery
 from titan_like.step import StepResult, evaluation_step, read_results, training_step
 from titan_like.stop import StopRequest
@@ -49,9 +50,8 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.device = find_device(config.comm.backend)
-        require_hardware(self.device, config.float8)
-        if config.compile.enable:
-            require_compiler(self.device)
+        if problems := device_problems(config, self.device):
+            raise ConfigError(*problems)
         init_process_group(self.device, config.comm.init_timeout_seconds)
         setup_logging(dist.get_rank())
         self.config = config = with_chosen_recompute(config, self.device)
@@ -71,15 +71,25 @@ class Trainer:
         self._unread: list[Tensor] = []  # results of the last steps, still on the device
         self.metrics: MetricsWriter | None = None
         self.sample_ids: SampleIdLog | None = None
-        run_folder, step, board = self.recovery.run_folder, self.counters.step, config.metrics.enable_tensorboard
+        try:
+            self._open_logs(mesh.batch_rank, readers)
+        except OSError as error:
+            raise ConfigError(
+                f'job.dump_folder is "{config.job.dump_folder}", but it cannot be written '
+                f"({error.strerror or error}); make room there or choose another folder"
+            ) from error
+        dist.barrier()  # nobody goes on before the run folder is there
+
+    def _open_logs(self, batch_rank: int, readers: int) -> None:
+        folder, step, settings = self.recovery.run_folder, self.counters.step, self.config.metrics
         writes = dist.get_rank() == 0
         if writes:
             self.recovery.prepare_run_folder(step)
-            self.metrics = MetricsWriter(run_folder, start_step=step, enable_tensorboard=board)
-        if config.metrics.log_sample_ids:
-            folder = run_folder if writes else None
-            self.sample_ids = SampleIdLog(mesh.batch_rank, readers, self.device, folder=folder, start_step=step)
-        dist.barrier()  # nobody goes on before the run folder is there
+            self.metrics = MetricsWriter(folder, start_step=step, enable_tensorboard=settings.enable_tensorboard)
+        if settings.log_sample_ids:
+            self.sample_ids = SampleIdLog(
+                batch_rank, readers, self.device, folder=folder if writes else None, start_step=step
+            )
 
     def fit(self, until: int | None = None) -> None:
         """Train up to the step `until` (default: training.steps, which also shapes the schedule)."""
@@ -125,8 +135,7 @@ class Trainer:
                     self._validate()
                 if saves:
                     started = time.perf_counter()
-                    with record_function("checkpoint"):
-                        self.recovery.save(counters, must=must_save)
+                    self.recovery.save(counters, must=must_save)
                     self._stopwatch.leave_out(time.perf_counter() - started)
                 bar.draw(step, shown)
                 profiler.end_step()
@@ -227,6 +236,14 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.write({"step": step, "validation_loss": loss, "validation_labels": labels})
         self._stopwatch.leave_out(seconds)  # validation is not part of the step time
+
+
+def device_problems(config: Config, device: torch.device) -> list[str]:
+    """What `config` asks for and `device` cannot do: what the launcher, which has no torch, could not know for sure."""
+    problems = compiler_checks(device) if config.compile.enable else []
+    if device.type == "cuda":
+        return problems + hardware_checks(device, config.float8)
+    return problems + device_checks(config, "this run's device is the CPU")
 
 
 def forecast_memory(config: Config, device: torch.device) -> "MemoryReport | None":

@@ -3,6 +3,7 @@
 import pytest
 
 from titan_like.config import ConfigError, load_config, world_checks
+from titan_like.config.checks import cross_checks
 
 
 def conflicts(*argv: str) -> list[str]:
@@ -80,10 +81,27 @@ def test_settings_without_effect_are_refused():
         "leave it at its default ([0.9, 0.95]) or choose adamw"
     ]
     assert conflicts("--optimizer.name=sgd", "--optimizer.betas=0.9,0.95") == []
+    assert conflicts("--compile.components=loss") == [
+        'compile.components (["loss"]) has no effect with compile.enable (false); leave it out or set '
+        "compile.enable to true"
+    ]
+    assert conflicts("--compile.components=blocks,loss") == []
+    (problem,) = conflicts("--comm.fake_rank=1")
+    assert problem.startswith("comm.fake_rank (1) has no effect with comm.mode (real)")
+    assert conflicts("--comm.fake_rank=1", "--comm.mode=fake") == []
     assert conflicts("--optimizer.name=sgd", "--optimizer.implementation=fused") == [
         "optimizer.implementation (fused) cannot be with optimizer.name (sgd), whose fused kernel does not know "
         "sharded weights; leave it at auto, or choose foreach or for-loop"
     ]
+
+
+def test_what_is_named_in_a_list_is_named_once():
+    compiled = "--compile.enable"
+    assert conflicts(compiled, "--compile.components=blocks,blocks") == [
+        'compile.components names "blocks" 2 times; name it once'
+    ]
+    (problem,) = conflicts("--profiling.enable_profiling", "--profiling.profiler_ranks=1,0,1,1")
+    assert problem == "profiling.profiler_ranks names 1 3 times; name it once"
 
 
 def in_world(size: int, replicate: int, shard: int, *argv: str) -> list[str]:
@@ -109,6 +127,14 @@ def test_degrees_that_do_not_fit_the_world():
     ]
     assert len(in_world(4, 1, 1)) == 1
     assert len(in_world(2, 4, -1)) == 1
+
+
+def test_all_that_is_wrong_in_a_world_is_told():
+    batch = ("--training.local_batch_size=2", "--training.global_batch_size=3")
+    config = load_config([*batch, "--parallelism.data_parallel_shard_degree=2"], checks=None)
+    degree, samples = cross_checks(config, 3)  # the batch once, though two checks look at it
+    assert "does not equal the world size (3)" in degree and "global_batch_size (3) is not a multiple of" in samples
+    assert cross_checks(config) == [samples]
 
 
 def test_the_global_batch_against_the_world():

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.compositions import CSV, MATRIX, composition
+from titan_like.config import load_config
 from titan_like.config.composition import FEATURES, RULES, features_of
-from titan_like.oracle import Report, launch
+from titan_like.oracle import FLOAT8_OTHER_SCALES, FLOAT8_TOLERANCE, Report, launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 LINES = [(processes, line) for processes, lines in MATRIX.items() for line in lines]
@@ -43,6 +44,21 @@ def report_of(csv_schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> C
 def test_composition_equals_one_process(processes: int, line: str, report_of: Callable[[int, str], Report]) -> None:
     report = report_of(processes, line)
     assert report.is_exact, report.table()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8_of_a_larger_model_agrees_up_to_its_own_rounding(recipe: str) -> None:
+    """In the compositions few numbers lie at a boundary of float8, here many: tests/quantize/test_float8.py."""
+    options = ["--float8.enable", "--float8.emulate", "--float8.filter_fqns=output", "--training.seq_len=256"]
+    options += [
+        f"--float8.recipe={recipe}",
+        "--training.local_batch_size=4",
+        "--training.mixed_precision_param=float32",
+    ]
+    config = load_config([*options, "--parallelism.tensor_parallel_degree=2"])
+    (report,) = launch({"debug": config}, 2)
+    assert not report.problem
+    assert max(report.loss, report.grad_norm) <= FLOAT8_TOLERANCE and report.gradient <= FLOAT8_OTHER_SCALES
 
 
 # Public reports of faults in composition, and the line that would show each of them.

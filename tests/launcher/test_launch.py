@@ -103,6 +103,39 @@ def test_what_needs_more_ranks_or_fewer(tmp_path: Path) -> None:
     assert "profiling.profiler_ranks names rank 2, but there are 2 ranks" in problem
 
 
+NEEDS_A_GPU = [  # with what else it takes
+    ("activation_checkpoint.mode auto", "--activation_checkpoint.mode=auto"),
+    ("comm.backend nccl", "--comm.backend=nccl"),
+    ("float8.enable", "--float8.enable", "--float8.filter_fqns=output"),
+    ("parallelism.enable_async_tensor_parallel", "--parallelism.enable_async_tensor_parallel", "--compile.enable",
+     "--parallelism.tensor_parallel_degree=2"),
+    ("profiling.enable_memory_snapshot", "--profiling.enable_memory_snapshot"),
+    ("estimation.preflight abort", "--estimation.preflight=abort"),
+]  # fmt: skip
+
+
+def test_all_that_needs_a_gpu_is_told_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*more: str) -> list[str]:
+        asked = [argument for _, *arguments in NEEDS_A_GPU for argument in arguments]
+        return launch.check_settings(load_config([f"--job.dump_folder={tmp_path}/run", *asked, *more]), 2)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(launch, "GPU_FILES", (tmp_path / "none",))
+    problems = told()
+    assert [problem.partition(" needs a GPU")[0] for problem in problems] == [name for name, *_ in NEEDS_A_GPU]
+    assert all("but no GPU is found on this machine; " in problem for problem in problems)
+    # Two of them ask for a memory, which a name has too; a fake world has no device at all.
+    assert len(told("--estimation.device=h200")) == len(NEEDS_A_GPU) - 2
+    assert [problem.split()[0] for problem in told("--comm.mode=fake")] == ["activation_checkpoint.mode"]
+    monkeypatch.setattr(launch, "GPU_FILES", (tmp_path / "none", tmp_path))
+    assert told() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert len(told()) == len(NEEDS_A_GPU) and 'CUDA_VISIBLE_DEVICES is "-1"' in told()[0]
+    assert len(told("--comm.backend=gloo")) == len(NEEDS_A_GPU) - 1
+
+
 def main(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "titan_like.launch", *args],
@@ -112,10 +145,11 @@ def main(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess[
 
 def test_main_tells_all_problems_and_exits_2(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = main(tmp_path, "--job.dump_folder", "file/x", "--model.flavor", "7Z", NPROC="none")
+    typo, alone = ("--training.stesp", "5"), ("--compile.components", "loss")
+    done = main(tmp_path, *typo, *alone, "--job.dump_folder", "file/x", "--model.flavor", "7Z", NPROC="none")
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
-    assert len(lines) == 3 and all(line.startswith("error: ") for line in lines)
+    assert len(lines) == 5 and all(line.startswith("error: ") for line in lines)
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "no corpus is prepared for a run that cannot start"
 
 
@@ -160,6 +194,19 @@ def test_a_shape_that_the_mesh_cannot_cut_is_refused_before_any_process_starts()
     """R095: 1 key/value head on 2 tensor-parallel ranks."""
     config = load_config(["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=1"])
     assert any("does not divide n_kv_heads (1)" in problem for problem in launch.check_settings(config, 2))
+
+
+def test_recompute_of_every_nth_layer_needs_n_layers() -> None:
+    every = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option"]
+    assert launch.check_settings(load_config([*every, "4"]), 1) == []
+    (problem,) = launch.check_settings(load_config([*every, "5"]), 1)
+    assert "selective_ac_option (5) recomputes every 5th layer, but llama3 debug has 4" in problem
+
+
+def test_a_schedule_that_cannot_be_read_is_told_with_all_else() -> None:
+    argv = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=nowhere.csv"]
+    told = launch.check_settings(load_config([*argv, "--model.flavor=1B"], checks=None), 3)
+    assert len(told) == 2 and "world size (3)" in told[0] and "nowhere.csv cannot be used" in told[1]
 
 
 def test_a_fake_world_needs_no_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Traces and snapshots at chosen steps: which files are written, and what is in them."""
 
+import errno
 import gzip
 import json
 import os
@@ -97,6 +98,31 @@ def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, capl
     assert "step-2-rank-0.json.gz could not be written" in caplog.text
 
 
+@pytest.mark.parametrize("fails", ["tempfile", "copy"])
+def test_a_trace_that_was_cut_is_not_left(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk of temporary files is full, then the one of the run."""
+    settings, temporary = Profiling(enable_profiling=True, profile_freq=2, profiler_warmup=0), tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+
+    def cut(trace: Any, path: str) -> None:
+        Path(path).write_text('{"traceEvents": [{"na' + 100 * " ")
+
+    def full(source: Any, target: Any) -> None:
+        target.write(source.read(100))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if fails == "tempfile":
+        monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", cut)
+    else:
+        monkeypatch.setattr("shutil.copyfileobj", full)
+    assert steps(settings, tmp_path, 1, 2) == []
+    assert "step-2-rank-0.json.gz could not be written: " in caplog.text
+    assert not list((tmp_path / "profile_traces").iterdir()) and not list(temporary.iterdir())
+
+
 def test_snapshots_at_the_same_steps_and_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda.memory is stood in for: this machine may have no GPU."""
     recording: list[Any] = []
@@ -113,13 +139,6 @@ def test_snapshots_at_the_same_steps_and_when_memory_runs_out(tmp_path: Path, mo
     names = sorted(path.name for path in (tmp_path / "memory_snapshot").iterdir())
     assert names == ["step-2-rank-1.pickle", "step-4-out-of-memory-rank-1.pickle"]
     assert recording == [{"max_entries": 1_000_000}, {"enabled": None}]
-
-
-def test_snapshots_need_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"enable_memory_snapshot needs a GPU, but this run's device is the CPU"):
-        Profiler(Profiling(enable_memory_snapshot=True), tmp_path, CPU, 0, 1)
-    with pytest.raises(ConfigError, match=r"needs a GPU, but comm\.backend gloo trains on the CPU"):
-        load_config(["--profiling.enable_memory_snapshot", "--comm.backend=gloo"])
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
@@ -141,6 +160,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) 
             "(3) + profiling.profiler_active (1) exceed profiling.profile_freq (3)",
         ),
         ({**ON, "profiling.profile_freq": 7}, "profiling.profile_freq (7) is beyond training.steps (6)"),
+        ({**ON, "profiling.save_traces_folder": "x/../../y"}, '"x/../../y", which is outside job.dump_folder'),
         (
             {**ON, "profiling.save_memory_snapshot_folder": "x"},
             "has no effect without profiling.enable_memory_snapshot",

@@ -1,9 +1,19 @@
 """Which layers are in which stage, and which stages on which rank."""
 
-import pytest
+from collections.abc import Iterator
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.tiny_run import SHAPE
 from titan_like.config import load_config
+from titan_like.config.schema import SCHEDULES, SINGLE_STAGE, SPLIT_BACKWARD
+from titan_like.fake import train
 from titan_like.models.flavors import block_parameters, resolve
+from titan_like.parallel.apply import wrap_model
+from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.pipeline import balanced_ranges, layer_ranges, shard_slice, stages_of_rank
 
 P = "--parallelism."
@@ -73,3 +83,30 @@ def test_shards_as_dtensor_cuts_them() -> None:
     """257 rows over 4 ranks: chunks of 65, the last one short; over 8 of 5 rows some get none."""
     assert [len(range(257)[shard_slice(257, 4, rank)]) for rank in range(4)] == [65, 65, 65, 62]
     assert [len(range(5)[shard_slice(5, 4, rank)]) for rank in range(4)] == [2, 2, 1, 0]
+
+
+@pytest.fixture
+def first_of_two() -> Iterator[None]:
+    """A world in which no other rank exists: messages return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_trace_names_each_forward_and_backward(schedule: str, first_of_two: None) -> None:
+    shape = {**SHAPE, "n_layers": 4}
+    config = pipelined(
+        f"{P}pipeline_parallel_schedule={schedule}", "--training.seq_len=16", "--training.local_batch_size=4",
+        *(f"--model.overrides.{key}={value}" for key, value in shape.items()), "--comm.backend=gloo",
+    )  # fmt: skip
+    model_config = resolve("llama3", "debug", config.model.overrides)
+    model = wrap_model(model_config, config, build_mesh("cpu", config.parallelism), torch.device("cpu"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        train(model, config, steps=1)
+    names = [event.name for event in trace.events()]
+    chunks = 4 * (1 if schedule in SINGLE_STAGE else 2)  # micro-batches x stages of this rank
+    assert names.count("forward") == chunks
+    # A backward in two parts is named twice; these schedules keep some whole.
+    least, most = (chunks, 2 * chunks) if schedule in SPLIT_BACKWARD else (chunks, chunks)
+    assert least <= names.count("backward") <= most

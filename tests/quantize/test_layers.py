@@ -7,6 +7,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
 from titan_like.config import Config, ConfigError, load_config
+from titan_like.config.checks import cross_checks
 from titan_like.launch import check_settings
 from titan_like.models.decoder import Decoder
 from titan_like.models.flavors import FLAVORS, resolve
@@ -19,12 +20,12 @@ LLAMA = ("--model.name=llama3", "--model.flavor=8B")
 
 
 def problems(*argv: str, world_size: int = 1) -> list[str]:
-    """Of the settings alone, then of settings and model."""
+    """Of the settings, then of settings and model."""
     try:
-        config = load_config(argv)
+        load_config(argv, lambda c: [*cross_checks(c), *float8_checks(shape_of(c), c, world_size)])
     except ConfigError as error:
         return error.problems
-    return float8_checks(shape_of(config), config, world_size)
+    return []
 
 
 def shape_of(config: Config):
@@ -98,7 +99,13 @@ def test_what_is_converted_is_told_in_a_few_lines():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (ON, ("would convert no layer of llama3 debug", "too small to gain", 'leave "auto_filter_small_kn" out')),
+        (
+            ON,
+            (
+                "would convert no layer of llama3 debug (128 x 128 is too small to gain); ",
+                'leave "auto_filter_small_kn" out',
+            ),
+        ),
         (
             (*ALL, "--model.overrides.dim=120", "--model.overrides.n_heads=5", "--model.overrides.n_kv_heads=5"),
             ("would convert no layer", "120 x 120 is not a multiple of 16", "turn float8.enable off"),
@@ -111,10 +118,6 @@ def test_what_is_converted_is_told_in_a_few_lines():
         (
             (*ALL, "--training.seq_len=48", "--parallelism.context_parallel_degree=2"),
             ("/ parallelism.context_parallel_degree (2) = 24 tokens",),
-        ),
-        (
-            ("--float8.enable", "--float8.filter_fqns=output", "--comm.backend=gloo"),
-            ("needs a GPU with float8 units", "set float8.emulate"),
         ),
         (("--float8.emulate",), ("float8.emulate (true) has no effect with float8.enable (false)",)),
         (
@@ -131,6 +134,16 @@ def test_what_is_converted_is_told_in_a_few_lines():
 def test_what_cannot_be_is_refused_in_one_sentence(argv, words):
     (problem,) = problems(*argv)
     assert all(word in problem for word in words), problem
+
+
+def test_settings_alone_and_settings_of_a_model_are_told_together_and_a_reason_once_for_each_kind():
+    key = "float8.precompute_float8_dynamic_scale_for_fsdp"
+    alone, of_model = problems(*ON, "--float8.filter_fqns=wq,auto_filter_small_kn", f"--{key}")
+    assert alone.startswith(f"{key} (true) has no effect without float8.enable_fsdp_float8_all_gather")
+    assert of_model == (
+        "float8.enable would convert no layer of llama3 debug (64 x 128 is too small to gain; named in "
+        'float8.filter_fqns); leave "auto_filter_small_kn" out of float8.filter_fqns or turn float8.enable off'
+    )
 
 
 def test_float8_gathers_even_shards_only():

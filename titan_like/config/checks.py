@@ -3,6 +3,8 @@
 Sentences name keys in full (`training.steps`): load.py leaves out those about keys whose own value is already refused.
 """
 
+import os
+from collections import Counter
 from math import prod
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from titan_like.config.schema import (
     SPLIT_BACKWARD,
     V_SHAPED,
     Checkpoint,
+    Compile,
     Config,
     Float8,
     Optimizer,
@@ -38,16 +41,22 @@ DEGREES = (  # of every axis but the one that can take the rest
 )
 
 
-def cross_checks(config: Config) -> list[str]:
-    """Conflicts inside the config that hold for every number of processes."""
+def cross_checks(config: Config, world_size: int = 0) -> list[str]:
+    """Conflicts inside the config, and with the number of processes `world_size` (0: unknown)."""
     return [
         *_schedule(config),
-        *_batch(config, max(config.parallelism.data_parallel_shard_degree, 1)),
+        *(
+            world_checks(config, world_size)
+            if world_size
+            else _batch(config, config.parallelism.data_parallel_shard_degree)
+        ),
         *_sequence(config),
         *_loss(config),
         *_blend(config),
         *_pipeline(config),
         *_unused(config),
+        *_switched_off(config),
+        *_named_twice(config),
         *_float8(config),
         *_profiling(config),
         *_urls(config),
@@ -56,32 +65,69 @@ def cross_checks(config: Config) -> list[str]:
 
 
 def world_checks(config: Config, world_size: int) -> list[str]:
-    """Conflicts between the config and the number of processes `world_size` (>= 1)."""
+    """Conflicts between the config and the number of processes `world_size` (>= 1), the global batch among them."""
+    problems = []
     if config.comm.mode == "fake" and config.comm.fake_rank >= world_size:
-        return [
+        problems.append(
             f"comm.fake_rank ({config.comm.fake_rank}) is not below the number of processes ({world_size}); lower it"
-        ]
+        )
     shard = config.parallelism.data_parallel_shard_degree
     factors = [(f"parallelism.{key}", getattr(config.parallelism, key)) for key in DEGREES]
     used = [(name, degree) for name, degree in factors if degree > 1]
     product = prod(degree for _, degree in used)
     shown = " x ".join(f"{name} ({degree})" for name, degree in used) or "the product of all degrees"
-    if shard == -1:
-        if world_size % product:
-            return [
-                f"{shown}{f' = {product}' if len(used) > 1 else ''} does not divide the world size ({world_size}); "
-                f"start a multiple of {product} processes or lower a degree"
-            ]
-        return _batch(config, world_size // product)
-    total = product * shard
-    if total != world_size:
+    if shard == -1 and world_size % product == 0:
+        shard = world_size // product
+    elif shard == -1:
+        problems.append(
+            f"{shown}{f' = {product}' if len(used) > 1 else ''} does not divide the world size ({world_size}); "
+            f"start a multiple of {product} processes or lower a degree"
+        )
+    elif (total := product * shard) != world_size:
         shard_shown = f"parallelism.data_parallel_shard_degree ({shard})"
         shown = f"{shown} x {shard_shown} = {total}" if used else shard_shown
-        return [
+        problems.append(
             f"{shown} does not equal the world size ({world_size}); start {total} processes or set "
             "data_parallel_shard_degree to -1"
+        )
+    return [*problems, *_batch(config, shard)]
+
+
+def device_checks(config: Config, have: str) -> list[str]:
+    """What `config` asks of a GPU, for a run on a CPU; `have` says why it is on one, as in "no GPU is found here"."""
+    float8, is_named = config.float8, bool(config.estimation.device)
+    asked = [
+        (
+            config.activation_checkpoint.mode == "auto" and not is_named,
+            "activation_checkpoint.mode auto needs a GPU whose memory is to be filled",
+            'name one in estimation.device, or set the mode to "none", "selective" or "full"',
+        ),
+    ]
+    if config.comm.mode == "real":  # fake: nothing else meets the device
+        asked += [
+            (config.comm.backend == "nccl", "comm.backend nccl needs a GPU", "leave it at auto"),
+            (
+                float8.enable and not float8.emulate,
+                "float8.enable needs a GPU with float8 units",
+                "set float8.emulate to compute the same numbers slowly, or turn float8.enable off",
+            ),
+            (
+                config.parallelism.enable_async_tensor_parallel,
+                "parallelism.enable_async_tensor_parallel needs a GPU",
+                "turn it off",
+            ),
+            (
+                config.profiling.enable_memory_snapshot,
+                "profiling.enable_memory_snapshot needs a GPU",
+                "turn it off",
+            ),
+            (
+                config.estimation.preflight == "abort" and not is_named,
+                "estimation.preflight abort needs a GPU whose memory is to be filled",
+                "name one in estimation.device, or set estimation.preflight to warn",
+            ),
         ]
-    return _batch(config, shard)
+    return [f"{needs}, but {have}; {remedy}" for is_asked, needs, remedy in asked if is_asked]
 
 
 def _schedule(config: Config) -> list[str]:
@@ -96,10 +142,10 @@ def _schedule(config: Config) -> list[str]:
 
 
 def _batch(config: Config, shard: int) -> list[str]:
-    """The global batch must be whole micro-batches of all data-parallel ranks."""
+    """The global batch must be whole micro-batches of all data-parallel ranks; `shard` -1: unknown, at least 1."""
     local, total = config.training.local_batch_size, config.training.global_batch_size
     replicate = config.parallelism.data_parallel_replicate_degree
-    unit = local * replicate * shard
+    unit = local * replicate * max(shard, 1)
     if total == -1 or total % unit == 0:
         return []
     factors = [f"training.local_batch_size ({local})"]
@@ -281,17 +327,29 @@ def _urls(config: Config) -> list[str]:
     return problems
 
 
+def _switched_off(config: Config) -> list[str]:
+    """Settings of a section whose enable is off."""
+    sections = {"compile": Compile.model_fields, "float8": Float8.model_fields}
+    checkpoint = ("keep_every_n", "async_mode", "on_error", "allow_changes", "export_hf")
+    sections["checkpoint"] = {key: Checkpoint.model_fields[key] for key in checkpoint}
+    return [
+        f"{section}.{key} ({as_text(value)}) has no effect with {section}.enable (false); "
+        f"leave it out or set {section}.enable to true"
+        for section, fields in sections.items()
+        if not getattr(config, section).enable
+        for key, field in fields.items()
+        if (value := getattr(getattr(config, section), key)) != field.default
+    ]
+
+
 def _float8(config: Config) -> list[str]:
     """Float8 settings without effect."""
     settings = config.float8
-    if not settings.enable:
-        return [
-            f"float8.{key} ({as_text(getattr(settings, key))}) has no effect with float8.enable (false); "
-            "leave it out or set float8.enable to true"
-            for key, field in Float8.model_fields.items()
-            if getattr(settings, key) != field.default
-        ]
-    if settings.precompute_float8_dynamic_scale_for_fsdp and not settings.enable_fsdp_float8_all_gather:
+    if (
+        settings.enable
+        and settings.precompute_float8_dynamic_scale_for_fsdp
+        and not settings.enable_fsdp_float8_all_gather
+    ):
         return [
             "float8.precompute_float8_dynamic_scale_for_fsdp (true) has no effect without "
             "float8.enable_fsdp_float8_all_gather; set that too or leave it out"
@@ -321,11 +379,29 @@ def _profiling(config: Config) -> list[str]:
             f"profiling.profile_freq ({settings.profile_freq}) is beyond training.steps ({config.training.steps}), "
             "so no step would be traced; lower it"
         )
-    if settings.enable_memory_snapshot and config.comm.mode == "real" and config.comm.backend == "gloo":
-        problems.append(
-            "profiling.enable_memory_snapshot needs a GPU, but comm.backend gloo trains on the CPU; turn it off"
-        )
+    for key in ("save_traces_folder", "save_memory_snapshot_folder"):
+        folder = getattr(settings, key)
+        if os.path.normpath(folder).partition(os.sep)[0] == "..":
+            problems.append(
+                f'profiling.{key} is "{folder}", which is outside job.dump_folder; name a folder inside it, or an '
+                "absolute path"
+            )
     return problems
+
+
+def _named_twice(config: Config) -> list[str]:
+    """Lists of which only the set counts."""
+    lists = {
+        "compile.components": config.compile.components,
+        "float8.filter_fqns": config.float8.filter_fqns,
+        "profiling.profiler_ranks": config.profiling.profiler_ranks,
+    }
+    return [
+        f"{key} names {as_text(item)} {count} times; name it once"
+        for key, items in lists.items()
+        for item, count in Counter[object](items).items()
+        if count > 1
+    ]
 
 
 def _unused(config: Config) -> list[str]:
@@ -335,6 +411,11 @@ def _unused(config: Config) -> list[str]:
         problems.append(
             f"activation_checkpoint.selective_ac_option ({config.activation_checkpoint.selective_ac_option}) has no "
             f'effect with activation_checkpoint.mode ({config.activation_checkpoint.mode}); set the mode to "selective"'
+        )
+    if config.comm.fake_rank and config.comm.mode == "real":
+        problems.append(
+            f"comm.fake_rank ({config.comm.fake_rank}) has no effect with comm.mode (real); leave it out or set "
+            "comm.mode to fake"
         )
     if config.validation.interval and not config.data.validation:
         problems.append(
@@ -346,12 +427,6 @@ def _unused(config: Config) -> list[str]:
             f"checkpoint.resume ({config.checkpoint.resume}) needs checkpoint.enable, which is false; "
             'set it to true or checkpoint.resume to "never"'
         )
-    problems += [
-        f"checkpoint.{key} ({as_text(getattr(config.checkpoint, key))}) has no effect with checkpoint.enable (false); "
-        "leave it out or set checkpoint.enable to true"
-        for key in ("keep_every_n", "async_mode", "on_error", "allow_changes", "export_hf")
-        if not config.checkpoint.enable and getattr(config.checkpoint, key) != Checkpoint.model_fields[key].default
-    ]
     if config.checkpoint.keep_every_n and not config.checkpoint.keep_latest_k:
         problems.append(
             f"checkpoint.keep_every_n ({config.checkpoint.keep_every_n}) has no effect with checkpoint.keep_latest_k "

@@ -6,7 +6,7 @@ All problems of both are collected and raised together, each with the key, the v
 import os
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -22,6 +22,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Config
 
 COMMAND_LINE = "on the command line"
+Checks = Callable[[Config], list[str]]
 
 
 @dataclass
@@ -60,11 +61,12 @@ class Given:
         return tree
 
 
-def load_config(argv: Sequence[str], *, crossed: bool = True) -> Config:
+def load_config(argv: Sequence[str], checks: Checks | None = cross_checks) -> Config:
     """The config that `argv` (without the program's name) asks for.
 
     Args:
-        crossed: settings must go together; False: somebody else chooses some of them, and checks all.
+        checks: one sentence for each reason why settings that are each valid alone do not go together, or cannot run
+            here; None: somebody else chooses some of them, and checks all.
 
     Raises:
         ConfigError: with all problems of the file and the command line.
@@ -83,8 +85,8 @@ def load_config(argv: Sequence[str], *, crossed: bool = True) -> Config:
     config, refused_of_line = _check(given)
     problems = given.problems + refused + line.problems + refused_of_line
     named = [name for name in map(".".join, FIELDS) if any(name in problem for problem in problems)]
-    if is_read and crossed:  # conflicts with a default that stands in for a refused or misspelt value would mislead
-        problems += [text for text in cross_checks(config) if not any(name in text for name in named)]
+    if is_read and checks:  # conflicts with a default that stands in for a refused or misspelt value would mislead
+        problems += [text for text in checks(config) if not any(name in text for name in named)]
     if problems:
         raise ConfigError(*problems)
     if "print_config" in options:
@@ -93,10 +95,10 @@ def load_config(argv: Sequence[str], *, crossed: bool = True) -> Config:
     return config
 
 
-def load_config_or_exit(argv: Sequence[str]) -> Config:
+def load_config_or_exit(argv: Sequence[str], checks: Checks = cross_checks) -> Config:
     """load_config for a program's main: prints the problems to standard error and exits with code 2."""
     try:
-        return load_config(argv)
+        return load_config(argv, checks)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

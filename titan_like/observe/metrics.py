@@ -3,8 +3,6 @@
 Only one rank writes (see `MetricsWriter`), and what it writes are numbers of the whole run, never of one rank.
 """
 
-import json
-import logging
 import math
 import sys
 import time
@@ -12,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from titan_like.observe.appended import StepLog
+from titan_like.observe.tensorboard import ScalarBoard
 
 
 class MetricsWriter:
@@ -20,49 +19,27 @@ class MetricsWriter:
 
     Args:
         folder: the run folder.
-        start_step: the last step that is already there; what an earlier run logged after it is dropped, so that each
-            step is seen once.
+        start_step: the last step that is already there; what an earlier run logged after it is dropped.
+    Raises:
+        OSError: the folder cannot be written; later failures are told, and end nothing.
     """
 
     def __init__(self, folder: Path, *, start_step: int, enable_tensorboard: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        kept = lines_up_to(path, start_step)
-        path.write_text("".join(kept))
-        self._file = path.open("a")
-        self._board = None
-        if enable_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
+        self._log = StepLog(folder / "metrics.jsonl", start_step)
+        self._board = ScalarBoard(folder / "tensorboard", start_step=start_step) if enable_tensorboard else None
 
     def write(self, values: Mapping[str, Any]) -> None:
         """`values` holds "step" and numbers at full precision; JSON knows no NaN and no infinity: they become null."""
-        finite = {key: value if value is None or math.isfinite(value) else None for key, value in values.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        self._log.write({k: value if value is None or math.isfinite(value) else None for k, value in values.items()})
         if self._board is not None:
-            for key, value in values.items():
-                if key != "step" and value is not None:
-                    self._board.add_scalar(key, value, values["step"])
-            self._board.flush()  # a run that is killed and resumed has no gap
+            known = {key: value for key, value in values.items() if key != "step" and value is not None}
+            self._board.write(values["step"], known)
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
         if self._board is not None:
             self._board.close()
-
-
-def lines_up_to(path: Path, step: int) -> list[str]:
-    """Complete lines of steps <= step; a line that a kill has cut is dropped."""
-    kept = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, TypeError, KeyError):
-            continue
-    return kept
 
 
 class ProgressBar:

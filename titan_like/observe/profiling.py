@@ -5,10 +5,14 @@ optimizer, validation, checkpoint; scripts/where_time_goes.py adds them up. With
 and a step has about ten.
 """
 
+import gzip
 import logging
+import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from titan_like.config.errors import ConfigError, TitanError
+from titan_like.config.errors import TitanError
 from titan_like.config.schema import Profiling
 
 logger = logging.getLogger(__name__)
@@ -31,7 +35,6 @@ class Profiler(AbstractContextManager["Profiler"]):
         run_folder: what relative folders lie in.
         first_step: the global number of the first step inside the context.
     Raises:
-        ConfigError: snapshots are asked for on a device that has none.
         TitanError: a folder cannot be made.
     """
 
@@ -41,11 +44,6 @@ class Profiler(AbstractContextManager["Profiler"]):
         self._traces = run_folder / settings.save_traces_folder if settings.enable_profiling and is_chosen else None
         wants_snapshots = settings.enable_memory_snapshot and is_chosen
         self._snapshots = run_folder / settings.save_memory_snapshot_folder if wants_snapshots else None
-        if settings.enable_memory_snapshot and device.type != "cuda":
-            raise ConfigError(
-                f"profiling.enable_memory_snapshot needs a GPU, but this run's device is the {device.type.upper()}; "
-                "turn it off"
-            )
         for folder in filter(None, (self._traces, self._snapshots)):
             _make(folder)
         self._profile: profile | None = None
@@ -88,14 +86,22 @@ class Profiler(AbstractContextManager["Profiler"]):
             return  # the run ended right after its last step
         self._has_recorded = False
         path = free_path(self._traces, f"step-{self._step - 1}-rank-{self._rank}", ".json.gz")
-        with _told(path):
-            trace.export_chrome_trace(str(path))
+        # Given a name in .gz, torch leaves its uncompressed file behind where the other one cannot be written.
+        with _aside(path) as aside, tempfile.TemporaryDirectory() as folder:
+            raw = Path(folder) / "trace.json"
+            trace.export_chrome_trace(str(raw))
+            with raw.open("rb") as file, gzip.open(aside, "wb") as packed:
+                file.seek(-16, os.SEEK_END)
+                if not file.read().rstrip().endswith(b"}"):  # of a full disk, the profiler says nothing
+                    raise OSError(f"{tempfile.gettempdir()} has no room for the whole trace")
+                file.seek(0)
+                shutil.copyfileobj(file, packed)
 
     def _write_snapshot(self, why: str) -> None:
         assert self._snapshots is not None
         path = free_path(self._snapshots, f"step-{self._step}{why}-rank-{self._rank}", ".pickle")
-        with _told(path):
-            torch.cuda.memory._dump_snapshot(str(path))
+        with _aside(path) as aside:
+            torch.cuda.memory._dump_snapshot(str(aside))
 
 
 def action(step: int, settings: Profiling) -> ProfilerAction:
@@ -124,10 +130,15 @@ def _make(folder: Path) -> None:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """A file that cannot be written is no reason to end a run."""
+def _aside(path: Path) -> Iterator[Path]:
+    """Where to write what gets the name `path` once it is whole. If it cannot be written, that is no reason to end a
+    run."""
+    aside = path.with_name(f"{path.name}.tmp")
     try:
-        yield
+        yield aside
+        aside.replace(path)
         logger.info("profiling: wrote %s", path)
     except (OSError, RuntimeError) as error:
         logger.warning("profiling: %s could not be written: %s", path, error)
+        with suppress(OSError):
+            aside.unlink()

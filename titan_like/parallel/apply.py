@@ -39,6 +39,8 @@ def wrap_model(model_config: ModelConfig, config: Config, mesh: Mesh, device: to
     float8 = float8_plan(model_config, config) if config.float8.enable else None
     for line in float8.describe() if float8 else ():
         logger.info("float8 (%s%s): %s", config.float8.recipe, ", emulated" * config.float8.emulate, line)
+    if config.float8.enable_fsdp_float8_all_gather and mesh.sharding["fsdp"].size() == 1:
+        logger.info("float8.enable_fsdp_float8_all_gather has no effect: no weight is sharded, so none is gathered")
     ranges = layer_ranges(model_config, config)
     stages = stages_of_rank(config, mesh.axes["pp"].get_local_rank())
     parts = []

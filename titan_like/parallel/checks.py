@@ -7,7 +7,7 @@ from titan_like.models.flavors import ModelConfig
 
 def model_checks(model: ModelConfig, config: Config) -> list[str]:
     """One sentence for each reason why `model` cannot be cut as `config` asks."""
-    return [*_tensor(model, config), *_pipeline(model, config)]
+    return [*_tensor(model, config), *_pipeline(model, config), *_recompute(model, config)]
 
 
 def _tensor(model: ModelConfig, config: Config) -> list[str]:
@@ -23,10 +23,24 @@ def _tensor(model: ModelConfig, config: Config) -> list[str]:
     ]
 
 
+def _recompute(model: ModelConfig, config: Config) -> list[str]:
+    option = config.activation_checkpoint.selective_ac_option
+    if option == "op" or option <= model.n_layers:
+        return []
+    return [
+        f"activation_checkpoint.selective_ac_option ({option}) recomputes every {option}th layer, but "
+        f"{config.model.name} {config.model.flavor} has {model.n_layers}, so none; lower it, or set "
+        'activation_checkpoint.mode to "none"'
+    ]
+
+
 def _pipeline(model: ModelConfig, config: Config) -> list[str]:
     if config.parallelism.pipeline_parallel_degree == 1:
         return []
-    split, stages = config.parallelism.pipeline_parallel_split, stage_count(config)
+    try:
+        split, stages = config.parallelism.pipeline_parallel_split, stage_count(config)
+    except (OSError, ValueError):  # of a schedule's file: config/checks.py says so
+        return []
     if stages > model.n_layers:
         return [
             f"{stages} pipeline stages need {stages} layers or more, but {config.model.name} {config.model.flavor} has "

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from titan_like.config.errors import ConfigError
 from titan_like.models.decoder import Decoder
 
 
@@ -18,29 +17,25 @@ def compile_blocks(model: Decoder) -> None:
         block.forward = torch.compile(block.forward, fullgraph=True)
 
 
-def require_compiler(device: torch.device) -> None:
-    """
-    Raises:
-        ConfigError: blocks would be compiled for the CPU, and there is no C++ compiler that inductor can use, or torch
-            lies where its commands, which are split at spaces, do not find it.
-    """
+def compiler_checks(device: torch.device) -> list[str]:
+    """Why nothing can be compiled for `device`: on a CPU there must be a C++ compiler that inductor can use, and torch
+    must lie where its commands, which are split at spaces, find it."""
     if device.type != "cpu":
-        return
+        return []
     if " " in torch.__file__:
-        raise ConfigError(
+        return [
             f"compile.enable cannot compile for the CPU while torch lies in {Path(torch.__file__).parent}, which has a "
             "space in its name; use an environment in another folder, or turn compile.enable off"
-        )
+        ]
     from torch._inductor.cpp_builder import get_cpp_compiler  # private; checked on torch 2.13
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
-    except InvalidCxxCompiler as error:
+    except InvalidCxxCompiler:
         named = f"CXX is {os.environ['CXX']!r}, which does not work" if os.environ.get("CXX") else "none was found"
-        raise ConfigError(
-            f"compile.enable needs a C++ compiler on a CPU, but {named}; install g++, set CXX, or turn it off"
-        ) from error
+        return [f"compile.enable needs a C++ compiler on a CPU, but {named}; install g++, set CXX, or turn it off"]
+    return []
 
 
 def compiled_so_far() -> tuple[int, float]:

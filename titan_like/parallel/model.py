@@ -59,7 +59,7 @@ class ParallelModel:
     def forward_backward(self, batch: Any, scale: Tensor, *, is_last: bool) -> Tensor:
         """Add up gradients of scale x summed loss; returns that loss, 0 on ranks without the last stage."""
         if self.pipeline is not None:
-            with record_function("pipeline"):  # whose schedule names each forward and backward itself
+            with record_function("pipeline"):  # its stages name each forward and backward
                 return self.pipeline.forward_backward(batch, scale)
         model = self.parts[0]
         if self.reduces_once and isinstance(model, FSDPModule):

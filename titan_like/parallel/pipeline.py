@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+from torch.profiler import record_function
 
 from titan_like.config.composition import stage_count
 from titan_like.config.pipeline_csv import read_schedule
@@ -64,6 +65,22 @@ def balanced_ranges(layers: int, stages: int, *, first: float, last: float, bloc
 
     ends = list(accumulate(best(0, layers)[2]))
     return [range(*bounds) for bounds in pairwise((0, *ends))]
+
+
+class Stage(PipelineStage):
+    """Has its work named in a trace as a model without a pipeline: of torch's schedules, some name it, in two ways."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with record_function("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with record_function("backward"):
+            super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with record_function("backward"):
+            super().backward_weight_one_chunk(*args, **kwargs)
 
 
 class Pipeline:
@@ -140,13 +157,13 @@ class Pipeline:
             _declare_static(schedule)
         return schedule
 
-    def _build_stage(self, part: Decoder, number: int, size: int, columns: int) -> PipelineStage:
+    def _build_stage(self, part: Decoder, number: int, size: int, columns: int) -> Stage:
         dtype = getattr(torch, self._config.training.mixed_precision_param)
         tp = self._config.parallelism.tensor_parallel_degree
         tokens = torch.empty(size, columns, dtype=torch.int64, device="meta")
         hidden = torch.empty(size, columns // tp, part.config.dim, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
-        return PipelineStage(
+        return Stage(
             part,
             number,
             self._count,

@@ -42,28 +42,23 @@ def _torchao() -> Any:
     return torchao.float8
 
 
-def require_hardware(device: torch.device, settings: Float8) -> None:
-    """
-    Raises:
-        ConfigError: `device` cannot multiply float8 numbers, and they are not to be emulated.
-    """
+def hardware_checks(device: torch.device, settings: Float8) -> list[str]:
+    """Why the GPU `device` cannot multiply float8 numbers, unless they are to be emulated."""
     if not settings.enable or settings.emulate:
-        return
-    if device.type != "cuda":
-        have = f"this run's device is the {device.type.upper()}"
-    elif torch.version.hip:
+        return []
+    if torch.version.hip:
         if "gfx94" in (arch := torch.cuda.get_device_properties(device).gcnArchName) or "gfx95" in arch:
-            return
+            return []
         have = f"{torch.cuda.get_device_name(device)} is {arch}"
     elif torch.cuda.get_device_capability(device) >= CAPABILITY:
-        return
+        return []
     else:
         major, minor = torch.cuda.get_device_capability(device)
         have = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
-    raise ConfigError(
+    return [
         "float8.enable needs a GPU with float8 units (NVIDIA of compute capability 8.9 or more, AMD MI300 or newer), "
         f"but {have}; set float8.emulate to compute the same numbers slowly, or turn float8.enable off"
-    )
+    ]
 
 
 def convert(model: nn.Module, names: Iterable[str], settings: Float8) -> None:

@@ -100,21 +100,19 @@ def float8_checks(model: ModelConfig, config: Config, world_size: int) -> list[s
         for part in unknown
     ]
     if not plan.converted:
-        reasons = "; ".join(f"{grouped(names)}: {reason}" for reason, names in plan.skipped.items())
-        small = any("too small" in reason for reason in plan.skipped)
+        # One reason of each kind: "64 x 128 is too small to gain" stands for all sizes that are.
+        reasons = {
+            why.partition(" is ")[2] or why: why for why, names in reversed(plan.skipped.items()) if names != (HEAD,)
+        }
+        small = any("too small" in kind for kind in reasons)
         remedy = f'leave "{AUTO_FILTER}" out of float8.filter_fqns or ' if small else ""
         problems.append(
-            f"float8.enable would convert no layer of {config.model.name} {config.model.flavor} ({reasons}); "
-            f"{remedy}turn float8.enable off"
+            f"float8.enable would convert no layer of {config.model.name} {config.model.flavor} "
+            f"({'; '.join(reasons.values())}); {remedy}turn float8.enable off"
         )
     problems += _tokens(config)
     if settings.enable_fsdp_float8_all_gather and world_size > 0:
         problems += _uneven(model, config, plan, world_size)
-    if not settings.emulate and config.comm.mode == "real" and config.comm.backend == "gloo":
-        problems.append(
-            "float8.enable needs a GPU with float8 units, but comm.backend gloo trains on the CPU; set float8.emulate "
-            "or turn float8.enable off"
-        )
     return problems
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from estimation.options import whole
 from titan_like.checkpoint import commit, manager
 from titan_like.checkpoint.saver import Saver
 from titan_like.config.schema import Checkpoint
@@ -34,12 +35,15 @@ TENSORS = 60  # of a model of some 20 blocks
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=500, help="size of the state (default 500)")
+    parser.add_argument("--megabytes", type=whole(1, 10**7), default=500, help="size of the state (default 500)")
     parser.add_argument("--folder", type=Path, help="where to write (default: the folder for temporary files)")
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument("--rounds", type=whole(1, 10**6), default=5, help="default 5")
     args = parser.parse_args()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="checkpoint_benchmark_", dir=args.folder))
+    except OSError as error:
+        parser.error(f"--folder {args.folder} cannot be written ({error.strerror}); name a folder that exists")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint_benchmark_", dir=args.folder))
     try:
         report(measure(folder, state(args.megabytes), args.rounds), args.megabytes / 1000)
     finally:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from estimation.options import whole
 from titan_like.config import load_config
 from titan_like.data.dataset import BlendedDataset, TokenDataset
 from titan_like.data.indexed import IndexedWriter
@@ -36,9 +37,11 @@ Turn = Callable[[], float]  # returns tokens per second
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=20_000_000, help="size of the shard that is read")
-    parser.add_argument("--steps", type=int, default=20, help="training steps for the loader's share")
+    parser.add_argument("--rounds", type=whole(1, 10**6), default=5)
+    parser.add_argument(
+        "--tokens", type=whole(100_000, 10**11), default=20_000_000, help="size of the shard that is read"
+    )
+    parser.add_argument("--steps", type=whole(1, 10**6), default=20, help="training steps for the loader's share")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from estimation.options import whole
+from titan_like.config.errors import ConfigError
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.prepare.config import load_prepare_config
 from titan_like.prepare.shards import Vocabulary, write_shard
@@ -27,8 +29,13 @@ ROUNDS = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", nargs="?", help="default: a SentencePiece model trained on the text")
-    parser.add_argument("--megabytes", type=int, default=30, help="text from Python's library (default 30)")
+    parser.add_argument("--megabytes", type=whole(1, 10**4), default=30, help="text from Python's library (default 30)")
     options = parser.parse_args()
+    if options.tokenizer:
+        try:
+            Tokenizer(options.tokenizer)
+        except ConfigError as error:
+            parser.error(str(error))
     texts = standard_library(options.megabytes * 1_000_000)
     size = sum(len(text.encode()) for text in texts) / 1e6
     with tempfile.TemporaryDirectory() as name:

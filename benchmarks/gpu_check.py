@@ -21,11 +21,16 @@ import numpy as np
 import torch
 
 from estimation.calibrate import matrix_rate
+from estimation.options import number
 from titan_like.config import Config, load_config
 from titan_like.data.indexed import IndexedWriter
 from titan_like.device import peak_flops
+from titan_like.launch import check_folder
+from titan_like.observe.appended import replace_text
 
 ROOT = Path(__file__).parents[1]
+OUTPUT = Path("benchmarks/results/gpu_check.json")
+DRY_OUTPUT = Path("outputs/gpu_check_dry.json")  # apart: it must not replace a real result
 LIMIT_SECONDS = 520.0  # of the whole check
 CASE_SECONDS = 150.0
 WARM_UP, STEPS = 4, 8  # the first steps compile, create the optimizer's state, and fill the allocator
@@ -59,7 +64,7 @@ CASES: dict[str, tuple[str, ...]] = {
 SIZES = ("--training.seq_len=8192", "--training.local_batch_size=2", "--training.global_batch_size=2")
 DRY_SIZES = (
     "--model.flavor=debug", "--training.seq_len=64", "--training.mixed_precision_param=float32",
-    "--compile.enable=false", "--comm.backend=gloo",
+    "--comm.backend=gloo",
 )  # fmt: skip
 
 
@@ -87,8 +92,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.case is not None:
         print("result " + json.dumps(measure(load_config(json.loads(options.case)))))
         return
-    if not options.dry and not torch.cuda.is_available():
-        sys.exit("error: torch sees no GPU here; --dry runs the check on the CPU")
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         check = Check(Path(name), options.dry)
@@ -100,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         found["correctness"] = correctness(check)
         found["cases"] = {}
-        for case in CASES:
-            if options.only and options.only not in case:
-                continue
+        for case in options.chosen:
             left = options.limit - (time.monotonic() - started)
             result = (
                 run(check.settings(case, WARM_UP + STEPS), min(CASE_SECONDS, left)) if left > 20 else "not run: no time"
@@ -110,10 +111,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             found["cases"][case] = result
             print(f"{case}: {result}", flush=True)
     found["seconds"] = round(time.monotonic() - started)
-    path = Path(options.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=2) + "\n")
-    print(*table(found), f"written to {path}", sep="\n")
+    print(*table(found), sep="\n", flush=True)
+    try:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(options.output, json.dumps(found, indent=2) + "\n")
+    except OSError as error:
+        print(f"error: {options.output} could not be written ({error.strerror})", file=sys.stderr)
+        sys.exit(2)
+    print(f"written to {options.output}")
     if not found["correctness"]["ok"]:
         sys.exit(1)
 
@@ -121,11 +126,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="on the CPU, at toy size")
-    parser.add_argument("--output", default="benchmarks/results/gpu_check.json", help="where the JSON goes")
-    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for all (default %(default)s)")
+    parser.add_argument("--output", type=Path, help=f"where the JSON goes (default {OUTPUT}; --dry: {DRY_OUTPUT})")
+    parser.add_argument("--limit", type=number(0, 10**6), default=LIMIT_SECONDS, help="seconds (default %(default)s)")
     parser.add_argument("--only", default="", help="only cases with this in their name")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # what a child process runs
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.case is not None:
+        return options
+    options.output = options.output or (DRY_OUTPUT if options.dry else OUTPUT)
+    options.chosen = [name for name in CASES if options.only in name]
+    if not options.chosen:
+        parser.error(f"--only {options.only!r} is in the name of no case; there are: {'; '.join(CASES)}")
+    if options.output.exists() and not options.output.is_file():
+        parser.error(f"--output {options.output} is no file; name one")
+    if problems := check_folder("--output", str(options.output.parent)):
+        parser.error(problems[0])
+    if not options.dry and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --dry runs the check on the CPU")
+    return options
 
 
 def environment() -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from estimation.options import whole
 from titan_like.config import load_config
 from titan_like.data.indexed import IndexedWriter
 from titan_like.models.decoder import Decoder
@@ -27,8 +28,8 @@ SEQ_LEN, BATCH = 256, 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=10, help="steps per turn")
+    parser.add_argument("--rounds", type=whole(2, 10**6), default=12)
+    parser.add_argument("--steps", type=whole(1, 10**6), default=10, help="steps per turn")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +43,7 @@ def main() -> None:
             seconds = {name: turns[name]() for name in order}
             ratios.append(seconds["trainer"] / seconds["bare"])
         trainer.close()
-    low, median, high = statistics.quantiles(ratios, n=4)
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
     print(f"trainer / bare loop: median {median:.4f}, quartiles {low:.4f} to {high:.4f}, {args.rounds} rounds")
 
 

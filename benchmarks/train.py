@@ -36,8 +36,10 @@ sys.path.insert(0, str(REPOSITORY))  # as a script, Python looks in benchmarks/ 
 import numpy as np  # noqa: E402
 
 from benchmarks.peers.gate import Task  # noqa: E402
+from estimation.options import whole  # noqa: E402
 from titan_like.data.dataset import TokenDataset  # noqa: E402
 from titan_like.data.indexed import IndexedWriter  # noqa: E402
+from titan_like.launch import check_folder  # noqa: E402
 
 OURS, RECOMPUTE, DENSE = "titan_like", "titan_like, recompute", "titan_like, dense mask"
 BARE = ("bare", "bare, chunked loss")
@@ -69,6 +71,8 @@ MODES = {
     "compiled packed": Mode((OURS, DENSE), compiled=True, packed=True),
     "compiled fsdp2": Mode((OURS, *BARE), processes=2, compiled=True),
 }
+QUICK = [OURS, *BARE, DENSE]
+COUNT = whole(1, 10**6)
 DEFAULT_MODES = ("eager", "compiled", "packed", "fsdp2")  # together 15 minutes
 
 
@@ -138,14 +142,16 @@ class Contender:
             process.wait()
 
 
-def main() -> None:
+def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The options, and what `describe` says of their Python."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers_python", default=sys.executable, help="of the environment with the peers")
     parser.add_argument("--modes", nargs="+", choices=MODES, help="default: eager compiled packed fsdp2")
-    parser.add_argument("--contenders", nargs="+", help="default: those of each mode, see MODES")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default 3)")
-    parser.add_argument("--steps", type=int, default=2, help="steps of a turn (default 2)")
-    parser.add_argument("--starts", type=int, default=2, help="starts of each contender, eager (default 2)")
+    contenders = sorted({who for mode in MODES.values() for who in mode.contenders})
+    parser.add_argument("--contenders", nargs="+", choices=contenders, help="default: those of each mode, see MODES")
+    parser.add_argument("--rounds", type=COUNT, help="turns of each contender (default 3; quick: 1)")
+    parser.add_argument("--steps", type=COUNT, default=2, help="steps of a turn (default 2)")
+    parser.add_argument("--starts", type=COUNT, help="starts of each contender, eager (default 2; quick: 1)")
     parser.add_argument("--name", default="train", help="of the file in --results (default train)")
     parser.add_argument("--results", type=Path, help="folder of the file (default benchmarks/results)")
     parser.add_argument("--docs", action="store_true", help="also write the tables into docs/benchmarks.md")
@@ -154,14 +160,31 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.quick:
-        args.rounds, args.starts, args.contenders = 1, 1, args.contenders or [OURS, *BARE, DENSE]
-        args.modes = args.modes or ["eager", "packed"]
+        if args.docs:
+            parser.error("the tables of a --quick run are not for the documentation; leave --quick or --docs out")
+        args.rounds, args.starts, args.contenders = args.rounds or 1, args.starts or 1, args.contenders or QUICK
     elif args.results is None:
         args.results = REPOSITORY / "benchmarks" / "results"
-    about = describe(args.peers_python)
+    args.rounds, args.starts = args.rounds or 3, args.starts or 2
+    chosen = set(args.contenders or contenders)
+    default = ["eager", "packed"] if args.quick else DEFAULT_MODES
+    for name in args.modes or ():
+        if not chosen & set(MODES[name].contenders):
+            parser.error(f"mode {name} has none of --contenders; it has: {'; '.join(MODES[name].contenders)}")
+    args.modes = args.modes or [name for name in default if chosen & set(MODES[name].contenders)]
+    if args.results is not None and (problems := check_folder("--results", str(args.results))):
+        parser.error(problems[0])
+    try:
+        return args, describe(args.peers_python)
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        parser.error(f"--peers_python {args.peers_python} is no Python that runs; name one")
+
+
+def main() -> None:
+    args, about = parse()
     results = {}
     with tempfile.TemporaryDirectory(prefix="train_benchmark_") as folder:
-        for name in args.modes or DEFAULT_MODES:
+        for name in args.modes:
             results[name] = measure(name, Path(folder) / name, args)
             print(f"\n{table(name, results[name])}", flush=True)
     about["load_after"] = os.getloadavg()

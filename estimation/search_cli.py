@@ -35,7 +35,7 @@ def add_options(found: argparse.ArgumentParser) -> None:
     found.add_argument(
         "--global_batch_tokens", type=tokens, required=True, help="tokens per optimizer step: 4194304, 4096K or 4M"
     )
-    found.add_argument("--html", type=output, help="write a page with plots")
+    found.add_argument("--html", help="write a page with plots")
     found.add_argument(
         "--write", nargs=2, action="append", default=[], metavar=("ROW", "FILE"), help="write a row as a TOML file"
     )
@@ -84,26 +84,36 @@ def run_search(options: argparse.Namespace, config: Config, fixed: Fixed, device
             f"--global_batch_tokens ({options.global_batch_tokens}) is not a multiple of training.seq_len "
             f"({base.training.seq_len}); set it to {(sequences + 1) * base.training.seq_len}"
         )
-    for row, file in options.write:
-        if row not in map(str, range(1, SHOWN + 1)):
-            raise ConfigError(f"--write {row} is no row of the table; rows are 1 to {SHOWN}")
-        try:
-            output(file)
-        except argparse.ArgumentTypeError as error:
-            raise ConfigError(f"--write {row}: {error}") from None
+    if problems := _output_problems(options):
+        raise ConfigError(*problems)
     result = search(base, options.gpus, device, sequences, fixed)
     rows = [HEADS, *(_row(number, found, options.gpus) for number, found in enumerate(result.best[:SHOWN], start=1))]
     title = f"{base.model.name} {base.model.flavor} on {options.gpus} x {device.name}, {sequences} x "
     title += f"{base.training.seq_len} tokens per step"
     print(title, *_aligned(rows), *_chosen_anew(config, fixed), sep="\n")
     print(_counts(result), "time does not include:", *(f"  - {line}" for line in NOT_INCLUDED), sep="\n")
-    if options.html:
-        options.html.write_text(page(title, rows, result.best, device))
+    if options.html is not None:
+        Path(options.html).write_text(page(title, rows, result.best, device))
     for row, file in options.write:
         if int(row) > len(result.best):
             raise ConfigError(f"--write {row}: only {len(result.best)} compositions fit; choose one of these")
         Path(file).write_text(as_toml(result.best[int(row) - 1], options.gpus, device))
     return 0
+
+
+def _output_problems(options: argparse.Namespace) -> list[str]:
+    problems = []
+    outputs = [("--html", options.html)] if options.html is not None else []
+    for row, file in options.write:
+        if row not in map(str, range(1, SHOWN + 1)):
+            problems.append(f"--write {row} is no row of the table; rows are 1 to {SHOWN}")
+        outputs.append((f"--write {row}", file))
+    for option, file in outputs:
+        try:
+            output(file)
+        except argparse.ArgumentTypeError as error:
+            problems.append(f"{option}: {error}")
+    return problems
 
 
 def _base(options: argparse.Namespace, config: Config) -> Config:

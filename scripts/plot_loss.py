@@ -5,6 +5,7 @@ python scripts/plot_loss.py outputs/debug --output loss.png --baseline 6.3
 """
 
 import argparse
+import io
 import json
 import sys
 from pathlib import Path
@@ -20,7 +21,15 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}; name folders of runs that have logged a step", file=sys.stderr)
         return 2
-    draw(runs, args.output, args.baseline)
+    picture = draw(runs, args.baseline)
+    try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_bytes(picture)
+    except OSError as error:
+        if args.output.is_file():
+            args.output.unlink()  # a part of a picture is none
+        print(f"error: {args.output} could not be written ({error.strerror}); name another --output", file=sys.stderr)
+        return 2
     print(f"wrote {args.output}")
     return 0
 
@@ -51,7 +60,8 @@ def curve(lines: list[dict[str, Any]], key: str) -> Curve:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def draw(runs: dict[Path, dict[str, Curve]], output: Path, baseline: float | None) -> None:
+def draw(runs: dict[Path, dict[str, Curve]], baseline: float | None) -> bytes:
+    """A PNG."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -67,9 +77,10 @@ def draw(runs: dict[Path, dict[str, Curve]], output: Path, baseline: float | Non
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
     pyplot.close(figure)
+    return picture.getvalue()
 
 
 if __name__ == "__main__":

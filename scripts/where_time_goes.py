@@ -10,7 +10,9 @@ import argparse
 import gzip
 import json
 import re
+import signal
 import sys
+import zlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -62,23 +64,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("trace", nargs="+", type=Path)
     for path in parser.parse_args(argv).trace:
         try:
-            print(*table(str(path), split_of(read(path))), sep="\n", end="\n\n")
-        except (OSError, ValueError, KeyError, EOFError) as error:
-            print(f"error: {path} is not a trace that [profiling] has written: {error}", file=sys.stderr)
-            return 2
+            split = split_of(read(path))
+        except RecursionError:
+            return refuse(path, "it is nested too deeply")
+        except (OSError, ValueError, EOFError, zlib.error) as error:
+            return refuse(path, error)
+        print(*table(str(path), split), sep="\n", end="\n\n")
     return 0
 
 
+def refuse(path: Path, why: object) -> int:
+    print(f"error: {path} is not a trace that [profiling] has written: {why}", file=sys.stderr)
+    return 2
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events that have a duration."""
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return [event for event in json.loads(content)["traceEvents"] if event.get("ph") == "X"]
+    """The events that have a duration.
+
+    Raises:
+        ValueError: what is in it is not what a trace has.
+        OSError, EOFError, zlib.error: it cannot be read, or unpacked.
+        RecursionError: lists in lists, without end.
+    """
+    content = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(events, list):
+        raise ValueError('it has no list "traceEvents"')
+    timed = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    for event in timed:
+        if not is_event(event):
+            raise ValueError(f"an event in it is {json.dumps(event)[:200]}")
+    return timed
+
+
+def is_event(event: dict[str, Any]) -> bool:
+    """Whether all that is read of an event is what torch writes. By hand: a trace may have a million events."""
+    args = event.get("args", {})
+    return (
+        isinstance(event.get("name"), str)
+        and isinstance(event.get("tid"), int | str)
+        and all(isinstance(event.get(key), int | float) and abs(event[key]) < 2**63 for key in ("ts", "dur"))
+        and event["dur"] >= 0
+        and isinstance(args, dict)
+        and isinstance(args.get("correlation", 0), int)
+    )
 
 
 def split_of(events: Iterable[dict[str, Any]]) -> Split:
     """
     Raises:
-        ValueError: no step is marked.
+        ValueError: no step is marked, or it takes no time.
     """
     events = list(events)
     steps = [e for e in events if e["name"].startswith("ProfilerStep#") and e.get("cat") == "user_annotation"]
@@ -110,6 +145,8 @@ def split_of(events: Iterable[dict[str, Any]]) -> Split:
         first, last = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
     else:
         spans += [(e["ts"], e["ts"] + e["dur"], COLLECTIVES) for e in events if e["name"].startswith("gloo:")]
+    if last <= first:
+        raise ValueError("its steps take no time")
     kinds, overlapped = sweep(spans, first, last)
     per_step = 1e-3 / len(steps)
     return Split(
@@ -141,7 +178,7 @@ def launched(events: list[dict[str, Any]], first: float, last: float) -> list[tu
         for e in events
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
-    found = [(e, calls.get(e["args"].get("correlation"))) for e in events if e.get("cat") in DEVICE]
+    found = [(e, calls.get(e.get("args", {}).get("correlation"))) for e in events if e.get("cat") in DEVICE]
     return [(event, call) for event, call in found if call is not None and first <= call[0] < last]
 
 
@@ -174,17 +211,9 @@ def flatten(events: Iterable[dict[str, Any]], label: Any) -> list[Span]:
 
 
 def range_of(event: dict[str, Any], outer: str) -> str:
-    """The named part of a step; a pipeline's schedule names each forward and backward with its numbers."""
-    name = event["name"]
-    if event["cat"] != "user_annotation":
-        return outer
-    if name in RANGES:
-        return name
-    if re.match(r"Forward \d|PP:\d+F\d", name):
-        return "forward"
-    if re.match(r"Backward \d|PP:\d+[BIW]\d", name):
-        return "backward"
-    return outer
+    """The named part of a step; all of a validation counts as that."""
+    is_named = event["cat"] == "user_annotation" and event["name"] in RANGES
+    return event["name"] if is_named and outer != "validation" else outer
 
 
 def operation_kind(event: dict[str, Any], outer: str) -> str:
@@ -239,4 +268,5 @@ def table(name: str, split: Split) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a word
     sys.exit(main())

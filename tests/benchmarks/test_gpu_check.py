@@ -1,6 +1,8 @@
 """The GPU check, on the CPU: the same program at toy size."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,47 @@ def test_what_no_time_is_left_for_is_listed(tmp_path: Path, monkeypatch: pytest.
     main(["--dry", "--limit=0", f"--output={tmp_path / 'x.json'}"])
     cases = json.loads((tmp_path / "x.json").read_text())["cases"]
     assert cases == dict.fromkeys(CASES, "not run: no time")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dry", "--output=/dev/full"], "--output /dev/full is no file"),
+        (["--dry", "--output=file/new/x.json"], '"file/new", but nothing can be written to'),
+        (["--dry", "--output=/proc/new/x.json"], '"/proc/new", but nothing can be written to'),
+        (["--dry", "--only=nosuch"], "'nosuch' is in the name of no case; there are: 1B compiled; 1B eager; "),
+        (["--dry", "--limit=nan"], "'nan' is not a number from 0 to 1,000,000"),
+        ([], "torch sees no GPU here"),
+    ],
+)
+def test_what_cannot_be_done_is_told_before_anything_runs(
+    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("benchmarks.gpu_check.correctness", None)  # would fail if it were used
+    with pytest.raises(SystemExit) as caught:
+        main(options)
+    assert caught.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_table_is_printed_though_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, text: str) -> None:
+        assert path == Path("outputs/gpu_check_dry.json")  # a dry run leaves a real result alone
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("benchmarks.gpu_check.correctness", lambda check: {"ok": True})
+    monkeypatch.setattr("benchmarks.gpu_check.replace_text", full)
+    with pytest.raises(SystemExit) as caught:
+        main(["--dry", "--limit=0"])
+    told = capsys.readouterr()
+    assert caught.value.code == 2 and told.out.splitlines()[-1].split()[:2] == ["1B", "compiled,"]
+    assert told.err == "error: outputs/gpu_check_dry.json could not be written (No space left on device)\n"
 
 
 @pytest.mark.parametrize("dry", [True, False])

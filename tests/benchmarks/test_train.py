@@ -6,12 +6,13 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import train
+from benchmarks import checkpoint, data, data_prepare, overhead, train
 from benchmarks.peers import bare, ours
 from benchmarks.peers.gate import Gate, Task
 from titan_like.config import load_config
@@ -126,6 +127,42 @@ def test_the_committed_page_shows_the_committed_results() -> None:
     if not path.exists():
         pytest.skip("not measured yet")
     assert train.insert(page, train.report(path)) == page, "run: python benchmarks/train.py --docs"
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "words"),
+    [
+        (train, "--quick --peers_python /nosuch", "--peers_python /nosuch is no Python that runs"),
+        (train, "--quick --peers_python /bin/echo", "--peers_python /bin/echo is no Python that runs"),
+        (train, "--contenders foo", "invalid choice: 'foo' (choose from"),
+        (train, "--contenders litgpt --modes eager packed", "mode packed has none of --contenders; it has: titan"),
+        (train, "--quick --steps 0", "--steps: '0' is not a whole number from 1"),
+        (train, "--quick --rounds 0", "--rounds: '0' is not a whole number from 1"),
+        (train, "--quick --docs", "leave --quick or --docs out"),
+        (train, "--results /proc/new", "but nothing can be written to /proc"),
+        (overhead, "--rounds 1", "--rounds: '1' is not a whole number from 2"),  # quartiles of one
+        (data, "--tokens -1", "--tokens: '-1' is not a whole number from 100,000"),
+        (data_prepare, "nosuch.model", "cannot read the tokenizer nosuch.model"),
+        (checkpoint, "--folder /nosuch/x", "--folder /nosuch/x cannot be written"),
+        (checkpoint, "--megabytes 0", "--megabytes: '0' is not a whole number from 1"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(
+    program: ModuleType, options: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["program", *options.split()])
+    with pytest.raises(SystemExit) as caught:
+        program.main()
+    told = capsys.readouterr()
+    assert caught.value.code == 2 and words in told.err.splitlines()[-1] and told.out == ""
+
+
+def test_contenders_choose_their_modes_and_quick_leaves_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--contenders", "titan_like, dense mask"])
+    assert train.parse()[0].modes == ["packed"]
+    monkeypatch.setattr("sys.argv", ["train.py", "--quick", "--rounds", "2"])
+    args, _ = train.parse()
+    assert (args.rounds, args.starts, args.modes, args.results) == (2, 1, ["eager", "packed"], None)
 
 
 @pytest.mark.slow

@@ -42,6 +42,13 @@ def test_it_writes_a_png(run: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_full_disk_is_told(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is in the dev extra")
+    for output, reason in (("/dev/full", "No space left on device"), (tmp_path, "Is a directory")):
+        assert plot_loss.main([str(run), "--output", str(output)]) == 2
+        assert capsys.readouterr().err == f"error: {output} could not be written ({reason}); name another --output\n"
+
+
 def test_runs_without_a_loss_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot_loss.main([str(run / "absent")]) == 2
     (run / "metrics.jsonl").write_text("")

@@ -96,6 +96,13 @@ def test_a_compiled_search_stays_compiled_when_asked_for(free):
     assert kept == [config for config in free if config.compile.enable] != free
 
 
+def test_a_file_that_says_what_is_compiled_costs_no_composition(free):
+    """Those that do not run compiled stay in."""
+    base, fixed = changed(BASE, {"compile.components": ("blocks",)}), {PP: 4}
+    made = (group for mesh in meshes(base, GPUS, fixed) for group in groups(mesh, GPUS, SEQUENCES, fixed))
+    assert sum(1 for group in made for _ in variants(group, GPUS, fixed)) == sum(value_of(c, PP) == 4 for c in free)
+
+
 def test_every_key_that_the_search_sets_can_be_given(free):
     """None is missing in SEARCHED: it would be ignored."""
     sections = ("parallelism", "training", "activation_checkpoint", "compile")
@@ -197,6 +204,15 @@ def test_a_bad_request_is_a_sentence(argv, sentence, capsys):
         main(["search", "--gpus", "2", *argv])
     said = capsys.readouterr()
     assert left.value.code == 2 and re.search(sentence, said.err) and len(said.err.splitlines()) == 1 and not said.out
+
+
+def test_all_outputs_that_cannot_be_written_are_told_at_once(capsys):
+    outputs = ["--html", "/none/p.html", "--write", "1", "/none/o.toml", "--write", "11", "x"]
+    with pytest.raises(SystemExit) as left:
+        main(["search", "--gpus", "2", "--global_batch_tokens", "4K", *outputs])
+    told = capsys.readouterr().err
+    assert left.value.code == 2 and len(told.splitlines()) == 3
+    assert all(words in told for words in ("'/none/p.html' cannot", "'/none/o.toml' cannot", "rows are 1 to 10"))
 
 
 def test_what_does_not_fit_is_told_apart_from_a_bad_request(capsys):

@@ -1,6 +1,9 @@
 """The split of a step, on traces made by hand and on one that a run has written."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +136,21 @@ def test_a_step_on_a_gpu() -> None:
     assert split.overlapped == 2
 
 
-def test_the_actions_of_a_pipeline_are_forward_and_backward() -> None:
-    names = {
-        "Forward 0": "forward", "PP:2F1": "forward", "Backward 3": "backward", "PP:0B2": "backward",
-        "PP:1I0": "backward", "PP:1W0": "backward", "PP:1SEND_F0": "pipeline", "PP:0UNSHARD": "pipeline",
-    }  # fmt: skip
-    assert {name: script.range_of(named(name, 0, 1), "pipeline") for name in names} == names
+def test_what_a_pipeline_waits_for_is_the_pipeline() -> None:
+    """The action of a schedule holds waiting for a message and the work of the stage."""
+    events = [
+        named("ProfilerStep#1", 0, 10),
+        named("pipeline", 0, 8),
+        named("PP:0F0", 0, 4),
+        named("forward", 1, 4),
+        named("Backward 0", 4, 8),
+        named("backward", 6, 8),
+        named("validation", 8, 10),
+        named("forward", 8, 9),
+    ]
+    assert {name: host for name, (host, _) in script.split_of(events).ranges.items()} == pytest.approx(
+        {"pipeline": 1 + 2, "forward": 3, "backward": 2, "validation": 2}
+    )
 
 
 def test_a_trace_that_a_run_has_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,8 +174,19 @@ def test_a_trace_that_a_run_has_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 steps" in printed and all(kind in printed for kind in script.KINDS)
 
 
+def broken(**changes: Any) -> str:
+    return json.dumps({"traceEvents": [{**named("ProfilerStep#1", 0, 10), **changes}]})
+
+
 @pytest.mark.parametrize(
-    "content", ["", "{}", '{"traceEvents": []}', json.dumps({"traceEvents": [named("forward", 0, 1)]})]
+    "content",
+    [
+        *("", "{}", "[1, 2]", "null", "[" * 100_000),
+        *(f'{{"traceEvents": {events}}}' for events in ("[]", "3", "null", "[1]", '[{"a": 1}]', '[{"ph": "X"}]')),
+        json.dumps({"traceEvents": [named("forward", 0, 1)]}),
+        *(broken(name=3), broken(ts="1"), broken(dur="1"), broken(dur=0), broken(dur=-1), broken(ts=float("nan"))),
+        *(broken(ts=10**400), broken(tid=[]), broken(args=3), broken(args={"correlation": []})),
+    ],
 )
 def test_another_file_is_refused_in_one_sentence(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -171,5 +194,17 @@ def test_another_file_is_refused_in_one_sentence(
     path = tmp_path / "other.json"
     path.write_text(content)
     assert script.main([str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {path} is not a trace that [profiling] has written: ")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path} is not a trace that [profiling] has written: ")
+    assert " " in line.partition("written: ")[2]  # a sentence, not the name of a key
     assert script.main([str(tmp_path / "gone.json.gz")]) == 2
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"traceEvents": a_step_on_a_cpu(0)}))
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run([sys.executable, script.__file__, path], stdout=write_end, stderr=subprocess.PIPE, timeout=60)
+    os.close(write_end)
+    assert done.stderr == b""

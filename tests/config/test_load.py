@@ -285,6 +285,12 @@ def test_the_printed_config_loads_back_to_the_same(toml, capsys, argv):
     ]
 
 
+def test_print_config_does_not_ask_whether_it_can_run_here(capsys):
+    with pytest.raises(SystemExit) as ended:
+        load_config(["--print_config"], lambda config: ["there is no data here"])
+    assert ended.value.code == 0 and "[training]" in capsys.readouterr().out
+
+
 def test_print_config_of_a_bad_config_is_an_error():
     assert len(problems(["--print_config", "--training.steps", "0"])) == 1
 

@@ -66,7 +66,7 @@ def load_config(argv: Sequence[str], checks: Checks | None = cross_checks) -> Co
 
     Args:
         checks: one sentence for each reason why settings that are each valid alone do not go together, or cannot run
-            here; None: somebody else chooses some of them, and checks all.
+            here, which --print_config does not ask; None: somebody else chooses some of them, and checks all.
 
     Raises:
         ConfigError: with all problems of the file and the command line.
@@ -83,13 +83,15 @@ def load_config(argv: Sequence[str], checks: Checks | None = cross_checks) -> Co
     for key, setting in line.settings.items():
         given.set(key, setting.value, setting.source, setting.shown)
     config, refused_of_line = _check(given)
+    is_printed = "print_config" in options
+    checks = cross_checks if checks and is_printed else checks
     problems = given.problems + refused + line.problems + refused_of_line
     named = [name for name in map(".".join, FIELDS) if any(name in problem for problem in problems)]
     if is_read and checks:  # conflicts with a default that stands in for a refused or misspelt value would mislead
         problems += [text for text in checks(config) if not any(name in text for name in named)]
     if problems:
         raise ConfigError(*problems)
-    if "print_config" in options:
+    if is_printed:
         print(dump_toml(config), end="")
         raise SystemExit(0)
     return config

@@ -1,3 +1,4 @@
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,14 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     init_process_group(torch.device("cpu"), 60)
     yield
     close_process_group()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A run in a test sends messages to the standard output of that test, which is closed after it."""
+    yield
+    for package in ("titan_like", "estimation"):
+        logger = logging.getLogger(package)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)

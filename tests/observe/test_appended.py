@@ -1,7 +1,6 @@
 """Files on a disk that is full for a time: /dev/full, and files that take a part only."""
 
 import json
-import logging
 import os
 import resource
 import signal
@@ -118,4 +117,3 @@ def test_a_run_whose_logs_cannot_be_written_trains_and_saves(
     monkeypatch.setattr(AppendedFile, "__init__", opened)
     run(tmp_path / "run", checkpoint__enable=True, checkpoint__resume=4, **settings)
     assert list(losses(tmp_path / "run")) == [5, 6]
-    logging.getLogger("titan_like").handlers.clear()

@@ -13,7 +13,6 @@ from titan_like.observe.logs import setup_logging
 def restored_warnings():
     with warnings.catch_warnings():
         yield
-    logging.getLogger("titan_like").handlers.clear()
 
 
 def said(rank: int, capsys: pytest.CaptureFixture[str]) -> str:

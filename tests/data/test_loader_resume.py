@@ -120,7 +120,7 @@ def test_r056_another_global_batch_goes_on_at_the_same_sample(folder: Path, caps
 
 def test_a_blend_is_part_of_the_data_that_a_checkpoint_belongs_to(folder: Path) -> None:
     run(folder / "run", until=3, **settings(folder))
-    weights = settings(folder)["data__train"].replace("70", "71")
+    weights = settings(folder)["data__train"].replace("weight = 70", "weight = 71")
     with pytest.raises(ConfigError, match=r"other data \(data.train changed\)"):
         run(folder / "run", **settings(folder, data__train=weights, checkpoint__resume="auto"))
 

@@ -13,6 +13,7 @@ from estimation.ring import Ring
 from titan_like.models.flavors import ModelConfig
 
 PRODUCTS = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")  # of a block, in their order
+KEYS, LONGEST = 128, 2048  # of a CPU's attention: models/documents.py has the same, but loads torch
 Kind = Literal["product", "attention", "pointwise", "collective"]
 
 
@@ -285,10 +286,9 @@ def attention_work(shape: Shape) -> tuple[int, int]:
         return 0, 0
     # A CPU has one call per document, at most a row, whose results go to their place; in the backward one per piece.
     row, scale = q // shape.rows, shape.tokens * heads * 4 // shape.rows
-    keys, longest = 128, 2048  # as in models/documents.py, which loads torch
-    if shape.number != 4 or not keys < shape.seq_len <= longest:
+    if shape.number != 4 or not KEYS < shape.seq_len <= LONGEST:
         return row + scale, 3 * row + scale
-    return row + scale, row + 2 * row * keys // shape.seq_len + scale + shape.seq_len * keys * 4
+    return row + scale, row + 2 * row * KEYS // shape.seq_len + scale + shape.seq_len * KEYS * 4
 
 
 def _mask(shape: Shape) -> Op:

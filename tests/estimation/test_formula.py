@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from estimation import program
 from estimation.compiled_block import CompiledBlock, compiled_backward, compiled_forward
 from estimation.float8 import Float8, cast_products
 from estimation.formula import memory_of
@@ -21,6 +22,7 @@ from estimation.run import left_gradients
 from estimation.schedules import Action, gathered_stages, rounds, single_stage
 from estimation.tape import Event, Mode, Segment, backward, forward, inputs_backward, kept, sizes_of, weights_backward
 from titan_like.config import load_config
+from titan_like.models import documents
 from titan_like.models.flavors import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -334,3 +336,7 @@ def test_fewer_ranks_hold_more():
     run = job("--model.flavor=8B")
     small, large = (memory_of(replace(run, fsdp=ranks))[0].peak.allocated for ranks in (8, 64))
     assert large < small
+
+
+def test_attention_on_a_cpu_is_cut_as_the_trainer_cuts_it():
+    assert (program.KEYS, program.LONGEST) == (documents.KEYS, documents.LONGEST)

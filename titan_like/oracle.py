@@ -7,6 +7,7 @@ none in the first micro-batch.
 
 """
 
+import faulthandler
 import json
 import math
 import multiprocessing
@@ -14,6 +15,7 @@ import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait
@@ -49,6 +51,8 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # relative; bf16 itself has 8 b
 FLOAT8_TOLERANCE, FLOAT8_OTHER_SCALES = 1e-2, 0.3
 SGD_STEPS, LEARNING_RATE = 3, 0.1
 TIMEOUT_SECONDS = 60
+ATTEMPTS = 2  # for a crash of torch's own threads: docs/parallelism.md
+LOG_CHARACTERS = 4000
 
 
 @dataclass
@@ -311,17 +315,26 @@ def launch(
     with tempfile.TemporaryDirectory() as folder:
         reports = []
         for number, (name, config) in enumerate(cases.items()):
-            files = Path(folder, str(number))
             cache = inductor_cache or Path(folder, "inductor")
-            arguments = (name, config, (tampers or {}).get(name), processes, files, cache)
-            ranks = [context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(processes)]
-            _run_all(ranks, timeout_seconds)
-            reports.append(_read_report(name, files))
+            for attempt in range(ATTEMPTS):
+                files = Path(folder, f"{number}-{attempt}")
+                arguments = (name, config, (tampers or {}).get(name), processes, files, cache)
+                ranks = [context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(processes)]
+                has_crashed = _run_all(ranks, timeout_seconds)
+                report = _read_report(name, files)
+                if not has_crashed:
+                    break
+                warnings.warn(f"a signal ended a rank of {name}: {report.problem}", RuntimeWarning, stacklevel=2)
+            reports.append(report)
     return reports
 
 
-def _run_all(ranks: Sequence[BaseProcess], timeout_seconds: float) -> None:
-    """Start, and wait until all have ended well; end them all when one fails or time is up."""
+def _run_all(ranks: Sequence[BaseProcess], timeout_seconds: float) -> bool:
+    """Start, and wait until all have ended well; end them all when one fails or time is up.
+
+    Returns:
+        whether a rank was ended by a signal before that: no exception of Python, and no number, but a crash.
+    """
     deadline = time.monotonic() + timeout_seconds
     for rank in ranks:
         rank.start()
@@ -329,9 +342,11 @@ def _run_all(ranks: Sequence[BaseProcess], timeout_seconds: float) -> None:
         wait([rank.sentinel for rank in running], timeout=max(0.0, deadline - time.monotonic()))
         if any(rank.exitcode for rank in ranks) or time.monotonic() >= deadline:
             break
+    has_crashed = any((rank.exitcode or 0) < 0 for rank in ranks)
     for rank in ranks:
         rank.kill()
         rank.join()
+    return has_crashed
 
 
 def _read_report(name: str, files: Path) -> Report:
@@ -339,8 +354,8 @@ def _read_report(name: str, files: Path) -> Report:
     reports = files.with_suffix(".jsonl")
     if reports.exists():
         return Report(**json.loads(reports.read_text().splitlines()[0]))
-    log = files.with_suffix(".log").read_text().strip().splitlines() or ["nothing was said"]
-    return Report(name, problem=f"the processes ended without a report: {log[-1]}")
+    log = files.with_suffix(".log").read_text().strip() or "nothing was said"
+    return Report(name, problem=f"the processes ended without a report: {log[-LOG_CHARACTERS:]}")
 
 
 def _run_rank(
@@ -350,6 +365,7 @@ def _run_rank(
     log = os.open(files.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     torch.set_num_threads(1)

@@ -1,5 +1,10 @@
 """The oracle notices faults: a check that has never fired is not a check."""
 
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,6 +41,14 @@ def labels_shifted_by_one(model: ParallelModel, batches: list[Batch]) -> None:
         batches[0].labels.copy_(batches[0].labels.roll(1, dims=1))
 
 
+def crash(crashes: int, seen: Path, model: ParallelModel, batches: list[Batch]) -> None:
+    """The first times rank 1 is ended by a signal; `seen` counts them in bytes."""
+    if dist.get_rank() == 1 and (not seen.exists() or seen.stat().st_size < crashes):
+        with seen.open("a") as file:
+            file.write(".")
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
 # name -> (composition, fault or None, what must be wrong)
 FAULTS: dict[str, tuple[str, Tamper | None, set[str]]] = {
     "no fault": ("shard=1 replicate=2", None, set()),
@@ -58,3 +71,12 @@ def test_the_fault_is_seen(name: str, reports: dict[str, Report]) -> None:
     report, expected = reports[name], FAULTS[name][2]
     wrong = {key for key in ("loss", "grad_norm", "gradient") if getattr(report, key) > report.tolerance}
     assert wrong >= expected and report.is_exact == (not expected), report.table()
+
+
+@pytest.mark.parametrize("crashes", [1, 9])
+def test_a_crash_is_told_and_tried_once_more(crashes: int, tmp_path: Path) -> None:
+    tamper = partial(crash, crashes, tmp_path / "seen")
+    with pytest.warns(RuntimeWarning, match=r"(?s)a signal ended a rank of it: .*Aborted.*in crash") as told:
+        (report,) = launch({"it": composition("shard=1 replicate=2")}, 2, {"it": tamper})
+    assert len(told) == (tmp_path / "seen").stat().st_size == min(crashes, 2)
+    assert report.is_exact == (crashes == 1), report.table()

@@ -95,7 +95,8 @@ fi
 if [ -n "$is_first_try" ] && [ "${NODE_RANK:-0}" = 0 ]; then
     if [ -d "$checkpoints" ]; then
         printf '\nA sample of what the model writes:\n'
-        "$PYTHON" "$REPO/scripts/generate.py" --checkpoint "$checkpoints" --prompt "def "
+        # The run has gone well even if there is none: its data may have come without a tokenizer.
+        "$PYTHON" "$REPO/scripts/generate.py" --checkpoint "$checkpoints" --prompt "def " || true
     fi
     printf '\nRun folder:  %s\nCheckpoints: %s\nMetrics:     %s\nTensorBoard: "%s" -m tensorboard.main --logdir "%s"\n' \
         "$run_folder" "$checkpoints" "$run_folder/metrics.jsonl" "$PYTHON" "$run_folder"

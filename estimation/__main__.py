@@ -9,7 +9,7 @@ from pathlib import Path
 from estimation import search_cli
 from estimation.candidates import changed
 from estimation.devices import DEVICES, LEAST, MOST, Device, device_named
-from estimation.formula import NOT_INCLUDED, memory_of
+from estimation.formula import FRAGMENTATION, memory_of
 from estimation.job import Job, job_of
 from estimation.options import MOST_GPUS, MOST_TOKENS, Parser, number, output, whole
 from estimation.recompute import lightest_recompute
@@ -92,9 +92,7 @@ def calculated(options: argparse.Namespace, job: Job) -> tuple[list[str], int]:
     lines = [*memory_table(ranks), f"\nworst: pp rank {worst.pipeline_rank}", *breakdown(report)]
     lines += [reserved_line(reserved, is_replayed=True)] if options.replay else []
     lines += ["", *explain(worst)] if options.explain else []
-    left_out = NOT_INCLUDED[:-1] if options.replay else NOT_INCLUDED
-    if job.compiled and job.float8:
-        left_out += ("some casts of compiled blocks in float8: below 3 % of the peak in 97 of 100 runs, up to 8 %",)
+    left_out = [sentence for sentence in report.not_included if not (options.replay and sentence == FRAGMENTATION)]
     return [*lines, *_left_out(left_out)], reserved
 
 
@@ -113,7 +111,7 @@ def traced(options: argparse.Namespace, config: Config) -> tuple[list[str], int]
     else:
         layers = model_of(config).n_layers
         how = f"{LAYERS[0]} to {LAYERS[-1]} layers traced, {layers} told from them (--whole traces all)"
-        left_out = NOT_INCLUDED[-1:]
+        left_out = (FRAGMENTATION,)
     lines = [f"rank {rank}, {how}", *breakdown(report), reserved_line(report.reserved_bytes, is_replayed=is_replayed)]
     if config.compile.enable and "loss" in config.compile.components:
         lines.append("these numbers are of an uncompiled loss, which holds more than the compiled one that will run")

@@ -15,11 +15,13 @@ from estimation.stage import Blocks, StageMemory
 from estimation.tape import Event, Segment
 from estimation.types import INPUTS, TRANSIENT, MemoryReport, Moment, Resident
 
-NOT_INCLUDED: tuple[str, ...] = (
-    "memory outside torch's allocator: the device context, communicators, and libraries (see the device's line)",
+FRAGMENTATION = "fragmentation inside an allocator pool: reserved is the sum of the pools' peaks"
+NOT_INCLUDED = (
+    "memory outside torch's allocator: the device context, communicators, and libraries (the verdict adds the device's)",
     "workspaces and temporaries inside kernels (matrix libraries, flash attention, sorting in an embedding's backward)",
-    "fragmentation inside an allocator pool: reserved is the sum of the pools' peaks",
+    FRAGMENTATION,
 )
+FLOAT8_CASTS = "some casts of compiled blocks in float8: below 3 % of the peak in 97 of 100 runs, up to 8 %"
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class RankMemory:
             at_peak=dict(at_peak),
             moment=Moment(2, first or "forward", rest, "formula"),
             reserved_bytes=sum(peak.pools),
-            not_included=NOT_INCLUDED,
+            not_included=(*NOT_INCLUDED, FLOAT8_CASTS) if job.compiled and job.float8 else NOT_INCLUDED,
         )
 
 

@@ -26,7 +26,7 @@ def preflight(config: Config, world_size: int, device: Device) -> MemoryReport:
     job = job_of(config, world_size)
     report = worst_rank(memory_of(job)).report()
     fits, sentence = verdict(report.reserved_bytes, device, job.communicators)
-    logger.info("memory forecast: %s", sentence)
+    logger.info("memory forecast: %s; not included: %s", sentence, "; ".join(report.not_included))
     if fits:
         return report
     found = [f"{text} ({size:.1f} GiB)" for text, size in remedies(config, world_size, device)]

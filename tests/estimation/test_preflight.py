@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from estimation.devices import Device
+from estimation.formula import FLOAT8_CASTS
 from estimation.preflight import preflight
 from titan_like.config import ConfigError, load_config
 from titan_like.trainer import forecast_memory
@@ -27,6 +28,14 @@ def test_a_run_that_fits_is_only_logged(caplog):
     report = preflight(config(), 2, device(40))
     assert "fits: " in caplog.text and not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert 0 < report.peak_bytes < 40 * 2**30
+
+
+@pytest.mark.parametrize("argv", [(), ("--compile.enable", "--float8.enable")])
+def test_the_forecast_says_what_it_leaves_out(argv, caplog):
+    caplog.set_level(logging.INFO)
+    report = preflight(config(*argv), 2, device(40))
+    assert report.not_included and all(sentence in caplog.text for sentence in report.not_included)
+    assert (FLOAT8_CASTS in caplog.text) == bool(argv)
 
 
 def test_a_run_that_does_not_fit_proposes_changes_that_do(caplog):

@@ -162,6 +162,7 @@ def test_the_command_prints_draws_and_writes(tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         main([*argv, "--html", str(page), "--write", "3", str(file)])
     out = capsys.readouterr().out
+    assert "\nmemory does not include:\n" in out and "\ntime does not include:\n" in out
     assert left.value.code == 0
     rows = re.findall(r"^(\d+) +([\d.]+) +([\d,]+) +[\d.]+% +([\d.]+) +", out, re.MULTILINE)
     assert [int(row[0]) for row in rows] == list(range(1, 11))

@@ -15,7 +15,7 @@ case "$*" in
     *"-m pip"*) exit "${FAKE_PIP:-0}" ;;
     *titan_like.launch*) printf 'real\\n%s\\n%s\\n' "$FAKE_RUN" "$FAKE_RUN/checkpoint"; exit "${FAKE_LAUNCH:-0}" ;;
     *titan_like.train* | *titan_like.torchrun*) eval "${FAKE_TRAIN:-exit 0}" ;;
-    *generate.py*) echo "def sampled" ;;
+    *generate.py*) echo "def sampled"; exit "${FAKE_GENERATE:-0}" ;;
 esac
 """
 

@@ -34,6 +34,12 @@ def test_first_try_uses_the_debug_config_samples_and_says_where_all_lies(fake_py
         assert place in done.stdout
 
 
+def test_a_run_without_a_sample_has_gone_well(fake_python: FakePython) -> None:
+    """Such as one on data that came without a tokenizer."""
+    done = start(fake_python, FAKE_GENERATE="2")
+    assert done.returncode == 0 and "Run folder: " in done.stdout
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_config_file_is_passed_on_as_it_is_from_any_folder(  # R143
     fake_python: FakePython, tmp_path: Path, joined: bool

@@ -3,8 +3,7 @@
 Every rank builds the composed model and, beside it, the plain decoder on the whole batch with a loss of its own. Loss,
 grad norm and the gradient of every parameter must agree after one step, and the weights after three more steps of
 clipped SGD (Adam would hide a constant factor). Labels are few and unequal: valid fractions of 5 to 95 % per row, and
-none in the first micro-batch.
-
+none in the first micro-batch. A rank's micro-batches come through the loader, the whole batch does not.
 """
 
 import faulthandler
@@ -23,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_like.config import Config
-from titan_like.data.loader import Batch
+from titan_like.data.loader import Batch, BatchSource
 from titan_like.loss import IGNORED
 from titan_like.models.decoder import Decoder
 from titan_like.models.documents import document_lengths
@@ -234,10 +234,44 @@ def make_batch(shape: ModelConfig, config: Config, mesh: Mesh, step: int) -> Bat
 
 
 def local_rows(batch: Batch, config: Config, mesh: Mesh) -> list[Batch]:
-    """This rank's micro-batches, in the order of data/loader.py."""
-    size, readers = config.training.local_batch_size, mesh.degree("dp_replicate", "dp_shard")
-    firsts = range(mesh.batch_rank * size, len(batch.tokens), readers * size)
-    return [rows_of(batch, slice(first, first + size)) for first in firsts]
+    """This rank's micro-batches, as the loader hands them out; which labels count is `batch`'s choice."""
+    source = BatchSource(
+        _Samples(batch),
+        local_batch_size=config.training.local_batch_size,
+        global_batch_size=len(batch.tokens),
+        dp_rank=mesh.batch_rank,
+        dp_size=mesh.degree("dp_replicate", "dp_shard"),
+        reset_attention_mask=config.data.reset_attention_mask,
+        reset_position_ids=config.data.reset_position_ids,
+    )
+    batches = source.next_step()
+    for local, ids in zip(batches, source.last_ids, strict=True):
+        local.labels.copy_(batch.labels[ids])
+    return batches
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The rows of a batch as the loader reads them: tokens and document starts, (2, S + 1) each."""
+
+    batch: Batch
+
+    @property
+    def seq_len(self) -> int:
+        return self.batch.tokens.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.batch.tokens)
+
+    def __getitem__(self, k: int, /) -> np.ndarray:
+        starts = (
+            torch.arange(self.seq_len) - self.batch.positions[k] if self.batch.starts is None else self.batch.starts[k]
+        )
+        row = torch.stack([self.batch.tokens[k], starts])
+        return torch.cat([row, row[:, -1:]], dim=1).numpy()  # the last token would only be a label
+
+    def place(self, k: int, at: int, /) -> str:
+        return f"row {k}"
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:

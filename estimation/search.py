@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from estimation.candidates import STAGES, Fixed, Group, always_wrong, groups, meshes, variants
-from estimation.compiled_block import CompiledBlock, compiled_forward
+from estimation.compiled_block import compiled_forward
 from estimation.devices import GIB, Device
+from estimation.float8 import Float8
 from estimation.formula import RankMemory, memory_of
 from estimation.job import Job, job_of
-from estimation.program import Shape, block_program, kept_results
+from estimation.program import Shape
 from estimation.report import worst_rank
+from estimation.stage import block_ops, written_block
 from estimation.tape import Mode, kept, sizes_of
 from estimation.time.block import coster_of
 from estimation.time.step import StepTime, step_time
@@ -126,8 +128,11 @@ def least_bytes(job: Job, in_flight: int) -> int:
     weights and gradients under pipelining, and the activations of `in_flight` passes between forward and backward."""
     numbers = parameter_count(job.model) // (job.pp * job.tp)
     states = 8 if job.optimizer == "adamw" else 0
-    whole = (job.number + job.reduce_number) * numbers if job.pp > 1 and job.wrapped and not job.reshard else 0
-    blocks = _block_bytes(job.shape, _lightest(job)) * (job.model.n_layers // len(job.stages))
+    weight = 1 if job.float8 and job.float8.gathered else job.number
+    whole = (weight + job.reduce_number) * numbers if job.pp > 1 and job.wrapped and not job.reshard else 0
+    kinds = {*job.float8.layers} if job.float8 else {frozenset[str]()}
+    least = min(_block_bytes(job.shape, _lightest(job), job.float8, names) for names in kinds)
+    blocks = least * (job.model.n_layers // len(job.stages))
     return (4 + states) * numbers // job.fsdp + whole + blocks * in_flight
 
 
@@ -136,10 +141,11 @@ def _lightest(job: Job) -> Mode:
 
 
 @lru_cache(maxsize=4096)
-def _block_bytes(shape: Shape, mode: Mode) -> int:
+def _block_bytes(shape: Shape, mode: Mode, casts: Float8 | None, names: frozenset[str]) -> int:
     if shape.compiled:  # but for its input, in the place of which is its result
-        return sum(event.size for event in compiled_forward(CompiledBlock(shape, kept_results(shape)), mode))
-    ops = block_program(shape)
+        block = written_block(shape, casts, names, is_op=mode == "op")
+        return sum(event.size for event in compiled_forward(block, mode))
+    ops = block_ops(shape, casts, names)
     sizes = {"x": shape.hidden, **sizes_of(ops)}
     return sum(sizes[name] for name in kept(ops, mode) if name != "out")
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from estimation.compiled_block import CompiledBlock, compiled_backward, compiled_forward
 from estimation.compiled_float8 import Float8Block, SentBlock
-from estimation.float8 import cast_products
+from estimation.float8 import Float8, cast_products
 from estimation.groups import Group
 from estimation.job import Job
 from estimation.loss import (
@@ -18,7 +18,7 @@ from estimation.loss import (
     loss_backward,
     loss_forward,
 )
-from estimation.program import Op, block_program, head_program, kept_results, last_norm_program
+from estimation.program import Op, Shape, block_program, head_program, kept_results, last_norm_program
 from estimation.tape import Event, Mode, Segment, backward, forward, inputs_backward, kept, weights_backward
 from estimation.types import BACKWARD, COMMUNICATION, FORWARD, LOSS
 from estimation.wrapped import GroupMemory, event_of
@@ -34,6 +34,22 @@ class Blocks:
     events: dict[tuple[object, ...], list[Event]] = field(default_factory=dict)
     programs: dict[object, list[Op]] = field(default_factory=dict)
     compiled: dict[object, CompiledBlock] = field(default_factory=dict)
+
+
+def block_ops(shape: Shape, casts: Float8 | None, names: frozenset[str]) -> list[Op]:
+    """The operations of a block with the products `names` in float8."""
+    if casts is None or not names:
+        return block_program(shape)
+    return block_program(shape, names, lambda ops: cast_products(ops, shape, casts, names))
+
+
+def written_block(shape: Shape, casts: Float8 | None, names: frozenset[str], *, is_op: bool) -> CompiledBlock:
+    """The same block as inductor writes it; `is_op`: with recompute per operation."""
+    keep = kept_results(shape, names) if is_op else set[str]()
+    if casts is None or not names:
+        return CompiledBlock(shape, keep)
+    kind = SentBlock if shape.tp > 1 and casts.recipe == "tensorwise" else Float8Block
+    return kind(shape, keep, casts, names)
 
 
 class StageMemory(GroupMemory):
@@ -208,14 +224,11 @@ class StageMemory(GroupMemory):
         """Of a block, or of what ends in the head."""
         key = "head" if layer is None else self.job.products_of(layer)
         if key not in self._programs:
-            self._programs[key] = self._head() if layer is None else self._block(self.job.products_of(layer))
+            program = (
+                self._head() if layer is None else block_ops(self.shape, self.job.float8, self.job.products_of(layer))
+            )
+            self._programs[key] = program
         return self._programs[key]
-
-    def _block(self, float8: frozenset[str]) -> list[Op]:
-        casts = self.job.float8
-        if casts is None or not float8:
-            return block_program(self.shape)
-        return block_program(self.shape, float8, lambda ops: cast_products(ops, self.shape, casts, float8))
 
     def _head(self) -> list[Op]:
         return last_norm_program(self.shape) if self.shape.profile.is_linear else head_program(self.shape)
@@ -243,19 +256,11 @@ class StageMemory(GroupMemory):
 
     def _written(self, layer: int) -> CompiledBlock:
         """A block as inductor writes it."""
-        names = self.job.products_of(layer)
-        keep = kept_results(self.shape, names) if self._mode(layer) == "op" else set()
-        key = (names, bool(keep))
+        names, is_op = self.job.products_of(layer), self._mode(layer) == "op"
+        key = (names, is_op)
         if key not in self._compiled:
-            self._compiled[key] = self._compile(names, keep)
+            self._compiled[key] = written_block(self.shape, self.job.float8, names, is_op=is_op)
         return self._compiled[key]
-
-    def _compile(self, names: frozenset[str], keep: set[str]) -> CompiledBlock:
-        shape, casts = self.shape, self.job.float8
-        if casts is None or not names:
-            return CompiledBlock(shape, keep)
-        kind = SentBlock if shape.tp > 1 and casts.recipe == "tensorwise" else Float8Block
-        return kind(shape, keep, casts, names)
 
     @cached_property
     def _input_moves(self) -> bool:

@@ -11,6 +11,8 @@ from estimation.inductor import Kernel, Size, bytes_of, collective, fused, produ
 from estimation.program import Shape, attention_work
 from estimation.tape import Event, Mode
 
+PIECES = ("rotated", "q norm.rstd", "k norm.rstd")  # of heads
+
 
 class CompiledBlock:
     """The forward and the backward of a block of this shape.
@@ -88,9 +90,9 @@ class CompiledBlock:
                 found.append(fused("k", k, "k rotated"))
         return [*found, fused("k heads", q, "k rotated")] if self.repeats and not self.is_gathered else found
 
-    def _values(self) -> list[Kernel]:
+    def _values(self, mode: Mode) -> list[Kernel]:
         """Repeated values; with document masks, keys and values of all ranks, and what attention adds to its scores."""
-        mask = [fused("mask", (self.shape.mask, self.shape.number))] if self.shape.mask else []
+        mask = self._mask(mode)
         if not self.is_gathered:
             return [fused("v heads", self.q, "wv"), *mask] if self.repeats else mask
         keys = ("k once", "v once") if self.repeats else (self.heads, self.v)
@@ -103,15 +105,30 @@ class CompiledBlock:
             found += [fused(self.heads, self.all_heads, "k once"), fused(self.v, self.all_heads, "v once")]
         return [*found, *mask]
 
+    def _mask(self, mode: Mode) -> list[Kernel]:
+        """A GPU's kernel reads it written out for every head: at once, if only that is read."""
+        if not self.shape.mask:
+            return []
+        whole = fused("mask", (self.shape.mask, self.shape.number))
+        if not self.shape.profile.gpu:
+            return [whole]
+        return [self._mask_of_heads()] if mode == "op" else [whole, self._mask_of_heads("mask")]
+
+    def _mask_of_heads(self, *reads: str) -> Kernel:
+        heads = self.lse[0] // self.shape.tokens
+        return fused("mask of heads", (self.shape.mask * heads, self.shape.number), *reads)
+
     def _attention_inputs(self, mode: Mode) -> list[Kernel]:
-        found = [*self._rotated(), *self._values()]
+        found = [*self._rotated(), *self._values(mode)]
         if mode == "op" and self.is_gathered and not self.is_fp32:  # queries wait, as pieces, for the keys of all ranks
             return sorted(found, key=lambda kernel: "q" in kernel.makes)
         return found
 
     @property
     def _masks(self) -> tuple[str, ...]:
-        return ("mask",) if self.shape.mask else ()
+        """As attention reads it."""
+        name = "mask of heads" if self.shape.profile.gpu else "mask"
+        return (name,) if self.shape.mask else ()
 
     def _attend(self) -> list[Kernel]:
         work, _ = attention_work(self.shape)
@@ -185,22 +202,20 @@ class CompiledBlock:
         value = [] if "wv" in self.keep else [product("wv", self.n1, self.k)]
         if self.is_ring:
             return [*value, *made, *self._rotated()]
-        return [*made, *self._rotated(), *value, *self._values()]
+        return [*made, *self._rotated(), *value, *self._values("op")]
 
-    def _attention_backward(self) -> list[Kernel]:
+    def _attention_backward(self, mode: Mode) -> list[Kernel]:
         """From "d attention" to the gradients of wq, wk and wv."""
         q, k = self.q, self.k
         lse, copy = "logsumexp", list[Kernel]()
         if not self.shape.profile.gpu and not self.is_ring:  # a CPU's kernel reads it in other strides
             lse, copy = "logsumexp copy", [fused("logsumexp copy", self.lse, "logsumexp")]
-        masks = self._masks
-        if masks and self.shape.profile.gpu:  # it is written out for every head
-            masks = ("mask of heads",)
-            copy.append(fused("mask of heads", (self.shape.mask * self.lse[0] // self.shape.tokens, self.q[1]), "mask"))
+        if self._masks == ("mask of heads",) and mode != "op":  # else it has been made again
+            copy.append(self._mask_of_heads("mask"))
         of_heads = self.all_heads
         _, work = attention_work(self.shape)
         made = Kernel(
-            ("d attention", "q", self.heads, self.v, "attention", lse, *masks),
+            ("d attention", "q", self.heads, self.v, "attention", lse, *self._masks),
             {"d q": q, "d k heads": of_heads, "d v heads": of_heads}, takes=False, gives=False, work=work,
         )  # fmt: skip
         v_here, value = self._summed("v")
@@ -262,7 +277,7 @@ class CompiledBlock:
             *self._units_backward(mode), *again, *gathered,
             product("d attention", d_h, self.q),
             *(self._attention_again() if is_again else []),
-            *self._attention_backward(), *ends,
+            *self._attention_backward(mode), *ends,
             fused("gradient of n2", self.norm, "x", self.wo, "n2.rstd", *d_n2),
             fused("gradient of n1", self.norm, "x", "n1.rstd", *d_n1),
             *rows,
@@ -270,6 +285,25 @@ class CompiledBlock:
             *of_heads, *of_biases, *of_qkv,
             fused("dx", self.hidden, "x", "n1.rstd", "sums", *d_n1, "d h", over="d h"),
         ]  # fmt: skip
+
+    def count(self, kernel: Kernel) -> int:
+        """How many operations of inductor's it is: of heads two pieces and what they are put together to, what an
+        operator returns, the end of a collective."""
+        name, qk_norm = next(iter(kernel.makes)), self.shape.model.qk_norm
+        is_rotated = self.is_fp32 and not qk_norm  # what attention's backward returns: counted there
+        if len(kernel.makes) > 1:
+            return len(kernel.makes) + (7 if name == "d q" and is_rotated else 1)
+        if not kernel.fused:
+            return 1 if kernel.takes else 2
+        if name == "d k" or name.endswith(PIECES) or (self.is_fp32 and name in ("q", "k")):
+            return 5 if qk_norm and name.startswith("d ") else 3
+        if name in ("d wq", "d wk") and is_rotated:
+            return 0
+        if name in ("gradient of n1", "gradient of n2"):
+            return 1 if self.is_fp32 else 2
+        if name == "mask of heads" and not kernel.reads:
+            return 4
+        return 3 if name.endswith((" message", " gathered")) else 1
 
     def programs(self, mode: Mode) -> "Programs":
         """Written once for each mode."""

@@ -9,18 +9,18 @@ products are emulated inductor writes what they read as fp32 at once.
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from estimation.compiled_block import CompiledBlock, Programs
-from estimation.float8 import READERS, Float8
+from estimation.compiled_block import PIECES, CompiledBlock, Programs
+from estimation.float8 import CUT, READERS, Float8
 from estimation.inductor import Kernel, Loops, Size, collective, fused, product
 from estimation.program import Shape
-from estimation.scheduler import scheduled
+from estimation.scheduler import as_needed, scheduled
 from estimation.tape import Mode
 
 LOOPS = {  # of kernels of compiled_block.py; "rows" and "columns" are reduced, in "flat" every number is by itself
     **dict.fromkeys(("n1", "n1.rstd", "n2", "n2.rstd", "sums", "d h", "dx", "out", "wo scattered"), "rows"),
     **dict.fromkeys(("gradient of n1", "gradient of n2"), "columns"),
 }
-PIECES = ("rotated", "q norm.rstd", "k norm.rstd")  # of heads
+CASTS = (" row", " column", " input")
 ALONE = ("message", "copy", "mask", "heads", "once")
 
 
@@ -62,8 +62,10 @@ class Float8Block(CompiledBlock):
         return self._has_columns and not (self.float8.gathered and self.float8.emulated)
 
     def _is_column(self, source: str) -> bool:
-        """Whether nobody but products in float8 reads it."""
-        return not self.is_hp and self.names.issuperset(READERS[source.partition(" ")[0]])
+        """Whether nobody but products in float8 reads it. Bytes that are read back at once, as emulated products do,
+        count twice for the partitioner: as much as 16-bit numbers put together from several sequences, which stay."""
+        is_as_small = self.float8.emulated and not self.is_fp32 and self.shape.rows > 1
+        return not (self.is_hp or is_as_small) and self.names.issuperset(READERS[source.partition(" ")[0]])
 
     def _columns(self) -> list[Kernel]:
         numbers = self.wide[0]
@@ -77,7 +79,11 @@ class Float8Block(CompiledBlock):
 
     def programs(self, mode: Mode) -> Programs:
         if mode not in self._programs:
-            forward, backward = self._looped(self.forward(mode)), self._looped(self.backward(mode))
+            forward, backward = self.forward(mode), self.backward(mode)
+            if mode == "op":
+                again = {name for kernel in forward for name in kernel.makes}
+                backward = list(as_needed(backward, again, self.reads))
+            forward, backward = self.looped(forward), self.looped(backward)
             own = {name for kernel in backward for name in kernel.makes}
             read = {name for kernel in backward for name in kernel.reads} - own
             kept = {name: size for kernel in forward for name, size in kernel.makes.items() if name in read}
@@ -87,15 +93,15 @@ class Float8Block(CompiledBlock):
         return self._programs[mode]
 
     def forward(self, mode: Mode) -> list[Kernel]:
-        program = list(self._cast(CompiledBlock.forward(self, mode), mode))
+        program = list(self._cast(CompiledBlock.forward(self, mode), mode, set()))
         return [*program, *self._columns()] if self._has_columns else program
 
     def backward(self, mode: Mode) -> list[Kernel]:
         made = set[str]()  # operands that several products read
         return [*self._units_back(mode, made), *self._attention_back(mode, made)]
 
-    def _looped(self, program: list[Kernel]) -> list[Kernel]:
-        """Fused kernels with their loops. They read what is to be rounded, as it comes."""
+    def looped(self, program: list[Kernel]) -> list[Kernel]:
+        """Fused kernels with their loops, and all with their count. They read what is to be rounded, as it comes."""
         made = {name for kernel in program for name in kernel.makes}
         whole = {name: u for name in made if name != "wo" and (u := f"unrounded {name}") in made}
         found = list[Kernel]()
@@ -103,24 +109,46 @@ class Float8Block(CompiledBlock):
             if kernel.fused:
                 reads = tuple(name if name in kernel.makes else whole.get(name, name) for name in kernel.reads)
                 loops = kernel.loops or self._loops(kernel)
-                if kernel.over or reads != kernel.reads or loops != kernel.loops:
-                    kernel = replace(kernel, reads=reads, over="", loops=loops)
+                kernel = replace(kernel, reads=reads, over="", loops=loops, count=self._count(kernel))
+            elif (count := self._count(kernel)) > 1:
+                kernel = replace(kernel, count=count)
             found.append(kernel)
         return found
+
+    def _count(self, kernel: Kernel) -> int:
+        """Beside a cast there are the size of its numbers and their scale, which ranks that cast together send."""
+        name, is_scaled = next(iter(kernel.makes)), not self.float8.emulated
+        layer, _, what = name.partition(" ")
+        if not kernel.fused:
+            is_result = self.is_tensorwise or name.startswith(("gradient of", "d attention"))
+            return self.count(kernel) + (is_scaled and is_result and kernel.reads[0].endswith(CASTS))
+        if layer not in self.sides or not what:
+            return 5 if what == "cast" else self.count(kernel)
+        if what == "input back max" and layer in ("wq", "wk"):
+            return 0  # as of wv
+        travels = 3 * (self.shape.tp > 1 and layer not in CUT)
+        if self.is_tensorwise:
+            return 1 + travels * (what == "row max")
+        if what.startswith("weight back "):
+            return 0 if self._has_columns else 2 - self.is_hp
+        if what in ("input", "weight"):
+            return 2 + is_scaled
+        if what == "row" or kernel.loops[:1] == ("columns",):
+            return 2 if what.endswith(" max") else 3 + travels * (what == "row")
+        return 1
 
     def _loops(self, kernel: Kernel) -> Loops:
         [(name, (numbers, _))] = kernel.makes.items()
         if kind := LOOPS.get(name):
             return (kind, self.hidden[0])
-        if any(word in name for word in ALONE):
+        if name.endswith(ALONE):
             return ()
-        if name == "d k" or any(word in name for word in PIECES):
+        if name == "d k" or name.endswith(PIECES):
             return ("pieces", numbers)
         return ("rows" if self.is_heavy and name in ("d w3", "d w1", "d silu") else "flat", numbers)
 
-    def _cast(self, program: Iterable[Kernel], mode: Mode) -> Iterator[Kernel]:
+    def _cast(self, program: Iterable[Kernel], mode: Mode, made: set[str]) -> Iterator[Kernel]:
         """Products in float8 in place of others; without what is only cast."""
-        made = set[str]()
         for kernel in program:
             name = next(iter(kernel.makes))
             if name in self.names and not kernel.fused:
@@ -141,10 +169,10 @@ class Float8Block(CompiledBlock):
         gate = ("silu", "w3") if is_gate_cast else ("gate",)
         yield from self._layer("w2", (out,), out, "d gate", gate, made, between=units)
         first = ("w1", "d gate") if is_gate_kept else ("silu", "d gate")
-        if is_gate_kept or not self._is_only_cast("w3"):
-            yield fused("d w3", F, *first)
-        d_w3 = ("d w3",) if is_gate_kept else first
-        yield from self._layer("w3", d_w3, "d w3", "d n2", self._from(self.n2), made)
+        whole = [fused("d w3", F, *first)] if is_gate_kept or not self._is_only_cast("w3") else []
+        yield from whole if is_gate_kept else []
+        d_w3, late = (("d w3",), []) if is_gate_kept else (first, whole)
+        yield from self._layer("w3", d_w3, "d w3", "d n2", self._from(self.n2), made, between=late)
         yield fused("d silu", (F[0], 4), "w1")
         d_w1: tuple[str, ...] = ("w1", "w3", "d gate", "d silu")
         if self.is_heavy or not self._is_only_cast("w1"):
@@ -171,7 +199,7 @@ class Float8Block(CompiledBlock):
             program = [*rows, *self._product_to_hidden("wo", self.attended), *program]
         program += [product(name, self.n2, self.units) for name in ("w1", "w3") if name not in self.keep]
         again = [] if is_kept else [*self._norm("n1", "x"), *self._attention_again(), *self._attend()]
-        yield from self._cast([*again, *program], mode)
+        yield from self._cast([*again, *program], mode, self._kept_inputs())
 
     def _attention_back(self, mode: Mode, made: set[str]) -> Iterator[Kernel]:
         """From the gradient of "h" to that of "x"."""
@@ -182,8 +210,9 @@ class Float8Block(CompiledBlock):
         rows = [fused("attention rows", self.q, "attention")] if is_new else []
         yield from self._layer("wo", (d_h,), d_h, "d attention", self._from(self.attended), made, between=rows)
         if mode == "op" and "attention" in self.keep:
-            yield from self._cast([*self._norm("n1", "x"), *self._attention_again()], mode)
-        found = self._attention_backward()
+            again = [*self._norm("n1", "x"), *self._attention_again()]
+            yield from self._cast(again, mode, self._kept_inputs())
+        found = self._attention_backward(mode)
         at = next(index for index, kernel in enumerate(found) if "d q" in kernel.makes) + 1
         yield from found[:at]
         given = {name: kernel for kernel in found[at:] for name in kernel.makes}
@@ -193,8 +222,8 @@ class Float8Block(CompiledBlock):
             kernel = given.get(d)
             is_made = kernel is None or not self._is_only_cast(f"w{x}")
             reads = kernel.reads if kernel else (d,)
-            yield from [kernel] if kernel and is_made else []
-            yield from self._layer(f"w{x}", reads, d, f"d n1 of {x}", self._from(self.n1), made)
+            whole = [kernel] if kernel and is_made else []
+            yield from self._layer(f"w{x}", reads, d, f"d n1 of {x}", self._from(self.n1), made, between=whole)
             if x in self.biases:
                 loops = ("columns", (self.q if x == "q" else self.k)[0])
                 yield fused(f"gradient of w{x}.bias", self.biases[x], *([d] if is_made else reads), loops=loops)
@@ -283,9 +312,10 @@ class Float8Block(CompiledBlock):
 
     def _input_backward(self, name: str, d: tuple[str, ...], result: str, size: Size) -> Iterator[Kernel]:
         numbers = self.shape.tokens * self.sides[name][1]
-        yield from self._cast_of(f"{name} row", numbers, "rows", *d)
         kernels, weight = self._weight_back(name)
-        yield from kernels
+        yield from kernels[:-1]
+        yield from self._cast_of(f"{name} row", numbers, "rows", *d)
+        yield from kernels[-1:]
         yield from self._result(result, (f"{name} row", weight), size, ("d attention",))
 
     def _weight_backward(
@@ -352,6 +382,13 @@ class Float8Block(CompiledBlock):
         if self.shape.model.qk_norm and mode != "op" and self.float8.emulated:
             kept = {*kept, "wq", "wk"}
         return {self.v, "d attention", *kept}
+
+    def _kept_inputs(self) -> set[str]:
+        """Recompute per operation keeps what an emulated product is made of with it: torchao's operator is several of
+        torch's. Whoever else reads the same finds it there, if the first of them is kept."""
+        if not self.float8.emulated:
+            return set()
+        return {next((x for x in readers if x in self.names), "") for readers in READERS.values()} & self.keep
 
     def _product(self, kernel: Kernel, made: set[str], rounded: Collection[str]) -> Iterator[Kernel]:
         [(name, size)], [source] = kernel.makes.items(), kernel.reads

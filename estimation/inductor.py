@@ -6,6 +6,7 @@ _inductor/codegen/wrapper.py and memory.py.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 Size = tuple[int, int]  # numbers, bytes of each
 Loops = tuple[str | int, ...]
@@ -24,6 +25,7 @@ class Kernel:
         fused: what it reads is freed when the kernels after it that are fused too have made theirs.
         takes: results may take the place of others; those of torch's own operators have memory of their own.
         gives: others may take theirs.
+        count: of how many operations of inductor's it is made, in whose order it sees how far apart kernels are.
     """
 
     reads: tuple[str, ...]
@@ -36,8 +38,9 @@ class Kernel:
     work: int = 0
     loops: Loops = ()
     total: bool = False
+    count: int = 1
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.reads, *self.makes)))
 

@@ -5,12 +5,14 @@ _inductor/memory.py (reorder_for_peak_memory): the best of the order as written 
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from estimation.inductor import Kernel, Size, bytes_of
 
 GIVEN = {"x", "dx out"}  # which stay, or are not counted as inputs
+FARTHEST = 64  # operations between kernels that become one though neither needs the other
 
 
 def scheduled(program: Sequence[Kernel], inputs: Mapping[str, Size], stays: Iterable[str]) -> list[Kernel]:
@@ -28,6 +30,56 @@ def scheduled(program: Sequence[Kernel], inputs: Mapping[str, Size], stays: Iter
     return _placed([graph.nodes[index] for index in min(orders, key=graph.peak)], inputs, kept)
 
 
+# As they are written
+
+
+def as_needed(program: Sequence[Kernel], again: set[str], inlined: Mapping[str, tuple[str, ...]]) -> Iterator[Kernel]:
+    """A backward, what it makes `again` right before the first that needs it (torch: _functorch/partitioners.py,
+    reordering_to_mimic_autograd_engine).
+
+    Args:
+        inlined: what is computed wherever it is read by what is fused, of what it is made; and written for the first
+            product that reads it, before the other operand of that.
+    """
+    waits = {name: index for index, kernel in enumerate(program) for name in kernel.makes if name in again}
+    operand = list[int]()
+    for index, kernel in enumerate(program):
+        if again.issuperset(kernel.makes):
+            continue
+        following = program[min(index + 1, len(program) - 1)]
+        if kernel.fused and not following.fused and not kernel.makes.keys().isdisjoint(following.reads):
+            operand.append(index)
+            continue
+        if not operand and waits.keys().isdisjoint(kernel.reads):
+            yield kernel
+            continue
+        needed, rest = {*operand, index}, [*operand, index]
+        while rest:
+            reads = _inlined(program[rest.pop()], inlined, waits).reads
+            new = {waits[name] for name in reads if name in waits} - needed
+            needed, rest = needed | new, [*rest, *new]
+        for at in sorted(needed):
+            made, reader = _inlined(program[at], inlined, waits), kernel if at in operand else program[at]
+            if inlined.keys().isdisjoint(made.makes):
+                late = [] if reader.fused else [name for name in reader.reads if name in inlined and name in waits]
+                yield from (program[waits.pop(name)] for name in late)
+                yield made
+                for name in made.makes:
+                    waits.pop(name, None)
+        operand = []
+
+
+def _inlined(kernel: Kernel, inlined: Mapping[str, tuple[str, ...]], waits: Collection[str]) -> Kernel:
+    """A fused kernel that reads what others are made of, in their place; by rows, if that needs their norm."""
+    if not kernel.fused or not any(name in inlined and name in waits for name in kernel.reads):
+        return kernel
+    reads = dict.fromkeys(
+        x for name in kernel.reads for x in (inlined[name] if name in inlined and name in waits else (name,))
+    )
+    is_row = kernel.loops and not kernel.total and any(name.endswith(".rstd") for name in reads)
+    return replace(kernel, reads=tuple(reads), loops=("rows", *kernel.loops[1:]) if is_row else kernel.loops)
+
+
 # Which kernels become one
 
 
@@ -43,14 +95,24 @@ def _groups(program: Sequence[Kernel], inputs: Mapping[str, Size]) -> list[list[
             bits |= before[index] | 1 << index
         before.append(bits)
     group = list(range(len(program)))
+    ends = [*accumulate(kernel.count for kernel in program)]
+    spans = [(end - kernel.count + 1, end) for kernel, end in zip(program, ends, strict=True)]
     members = [1 << index for index in group]
-    for pair in _pairs(program, inputs):
+    for pair in _pairs(program, inputs, ends):
         one, other = sorted(group[index] for index in pair)
         both, above = members[one] | members[other], before[one] | before[other]
-        if one == other or any(before[root] & both for root in {group[index] for index in _bits(above & ~both)}):
+        if one == other:
+            continue
+        between = above & ~both & -(both & -both)  # only what comes after the first of them may need it
+        if between and any(before[root] & both for root in {group[index] for index in _bits(between)}):
             continue
         if any(program[need].total and both >> need & 1 for index in _bits(both) for need in needs[index]):
             continue
+        is_needed = before[one] & members[other] or before[other] & members[one]
+        (first, second), (third, last) = spans[one], spans[other]
+        if not is_needed and max(last - first, second - third) > FARTHEST:
+            continue
+        spans[one] = (min(first, third), max(second, last))
         for index in _bits(members[other]):
             group[index] = one
         members[one], before[one] = both, above & ~both
@@ -67,21 +129,22 @@ def _bits(number: int) -> Iterator[int]:
         number ^= lowest
 
 
-def _pairs(program: Sequence[Kernel], inputs: Mapping[str, Size]) -> list[tuple[int, int]]:
+def _pairs(program: Sequence[Kernel], inputs: Mapping[str, Size], ends: Sequence[int]) -> list[tuple[int, int]]:
     """Of kernels with the same loops: those first that share most bytes, of these those that are near each other. A
     total joins what comes before it, and last."""
     sizes = {name: bytes_of(size) for name, size in inputs.items()}
     sizes |= {name: bytes_of(size) for kernel in program for name, size in kernel.makes.items()}
-    alike, found = dict[object, list[int]](), list[tuple[bool, int, int, int]]()
+    alike, found = dict[object, list[int]](), list[tuple[bool, int, int, int, int]]()
     for index, kernel in enumerate(program):
         earlier = alike.setdefault(kernel.loops, []) if kernel.loops else []
         for other in earlier:
             shared = {*program[other].names} & {*kernel.reads}
             if shared and (kernel.total or not program[other].total):
                 is_mixed = kernel.total != program[other].total
-                found.append((is_mixed, -sum(sizes.get(name, 1) for name in shared), index - other, index))
+                size = sum(sizes.get(name, 1) for name in shared)
+                found.append((is_mixed, -size, ends[index] - ends[other], other, index))
         earlier.append(index)
-    return [(index - apart, index) for _, _, apart, index in sorted(found)]
+    return [(other, index) for _, _, _, other, index in sorted(found)]
 
 
 # Orders
@@ -122,13 +185,15 @@ class _Graph:
         return self if is_sorted else _Graph([self.nodes[index] for index in order], self.inputs, self.stays)
 
     def peak(self, order: Sequence[int]) -> int:
-        step = {index: at for at, index in enumerate(order)}
-        change = [0] * (len(order) + 1)
+        step, change = [0] * len(order), [0] * (len(order) + 1)
+        for at, index in enumerate(order):
+            step[index] = at
         for name, size in self.sizes.items():
             start = step[self.maker[name]] if name in self.maker else 0
             change[start] += size
             if name not in self.stays:
-                change[max((step[index] for index in self.readers.get(name, ())), default=start) + 1] -= size
+                readers = self.readers.get(name)
+                change[(max([step[index] for index in readers]) if readers else start) + 1] -= size
         now = most = 0
         for size in change:
             now += size

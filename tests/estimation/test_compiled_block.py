@@ -48,6 +48,20 @@ def test_recompute_of_a_whole_block_makes_all_of_its_forward_twice() -> None:
     assert [event.size for event in compiled_backward(block, "full", "gradients")][: len(made)] == made
 
 
+@pytest.mark.parametrize("mode", ["none", "op"])
+def test_a_gpu_reads_a_document_mask_that_is_written_out_for_every_head(mode: Mode) -> None:
+    """Both ways: from the one that is kept, or, if it is made again, at once. In fp32: (128, 128), for 4 heads."""
+    one, heads = T * T * 4, 4 * T * T * 4
+    shape = Shape(MODEL, rows=1, seq_len=T, number=4, documents=True, compiled=True)
+    block = CompiledBlock(shape, KEEP)
+    forward = compiled_forward(block, mode)
+    assert [event.size for event in forward if event.size >= one] == ([heads] if mode == "op" else [one, heads])
+    assert (("mask", one) in {(event.name, event.size) for event in forward}) == (mode == "none")
+    backward = compiled_backward(block, mode, "gradients")
+    large = [event.size for event in backward if abs(event.size) >= one]
+    assert large == ([heads, -heads] if mode == "op" else [heads, -one, -heads])
+
+
 def test_no_tensor_is_freed_before_it_is_made() -> None:
     shape = Shape(MODEL, rows=2, seq_len=T // 2, tp=2, compiled=True)
     there: Counter[str] = Counter()

@@ -18,14 +18,16 @@ HIDDEN = T * 32 * 2
 WEIGHTS = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
 # wo; q, k and v of four heads; w1, w3; attention with a log-sum-exp; 1 / rms of two norms. No n1, n2 and gate.
 KEPT = T * (32 + 3 * 32 + 2 * 48 + 32) * 2 + T * 4 * 4 + 2 * T * 4
+KEEP = ("wk", "wo", "w3")
 
 
 def block(
-    recipe: str, names: frozenset[str] = ALL, *, tp: int = 1, number: int = 2, emulated: bool = False
-) -> Float8Block:
+    recipe: str, names: frozenset[str] = ALL, *, tp: int = 1, number: int = 2, emulated: bool = False, rows: int = 1,
+    keep: tuple[str, ...] = KEEP,
+) -> Float8Block:  # fmt: skip
     casts = Float8(recipe, (names,), emulated=emulated)  # type: ignore[arg-type]
-    shape = Shape(MODEL, rows=1, seq_len=T, tp=tp, number=number, compiled=True)
-    return (SentBlock if tp > 1 and recipe == "tensorwise" else Float8Block)(shape, ("wk", "wo", "w3"), casts, names)
+    shape = Shape(MODEL, rows=rows, seq_len=T // rows, tp=tp, number=number, compiled=True)
+    return (SentBlock if tp > 1 and recipe == "tensorwise" else Float8Block)(shape, keep, casts, names)
 
 
 def kept(built: Float8Block, mode: Mode = "none") -> int:
@@ -54,6 +56,40 @@ def test_tensor_parallel_ranks_keep_operands_as_they_were_cast() -> None:
     weights = WEIGHTS // 2
     assert kept(block("rowwise", tp=2)) == whole + weights + 2 * T * 32
     assert kept(block("tensorwise", tp=2)) == whole + weights + 2 * T * 32 + T * (16 + 24)
+
+
+def test_emulated_ranks_keep_16_bit_numbers_that_are_put_together_from_sequences() -> None:
+    """Instead of bytes that lie the other way, of n1 and of n2. In fp32 the bytes are less."""
+    for number, of_one, of_two in ((2, 1, 2), (4, 1, 1)):
+        one, two = (block("rowwise", tp=2, number=number, emulated=True, rows=rows) for rows in (1, 2))
+        assert kept(two) - kept(one) == 2 * T * 32 * (of_two - of_one)
+    assert kept(block("rowwise", tp=2, rows=2)) == kept(block("rowwise", tp=2))
+
+
+@pytest.mark.parametrize(("keep", "kept_too"), [("w1", 4 * T * 32), ("w3", 0)])
+def test_what_an_emulated_product_is_made_of_is_kept_with_it_if_others_read_it(keep: str, kept_too: int) -> None:
+    """w1 comes first: what it has read as fp32 is what w3 reads again. Else both are made again from n2."""
+    alone = T * 48 * 2  # bf16; and of the rest nothing
+    assert kept(block("rowwise", emulated=True, keep=(keep,)), "op") == alone + kept_too
+    assert kept(block("rowwise", keep=(keep,)), "op") == alone
+
+
+@pytest.mark.parametrize(
+    ("recipe", "number", "emulated", "expected"),
+    [
+        ("tensorwise", 4, False, 50), ("tensorwise", 4, True, 42), ("rowwise", 2, False, 72), ("rowwise", 4, True, 64),
+        ("rowwise_with_gw_hp", 2, False, 51), ("rowwise_with_gw_hp", 4, False, 49),
+    ],
+)  # fmt: skip
+def test_kernels_are_as_far_apart_as_inductor_numbers_them(
+    recipe: str, number: int, emulated: bool, expected: int
+) -> None:
+    """Operations from the gradient of n2 to that of n1, as torch 2.13 counts them. 64 are the limit for one kernel."""
+    built, at, found = block(recipe, number=number, emulated=emulated), 0, dict[str, int]()
+    for kernel in built.looped(built.backward("none")):
+        at += kernel.count
+        found |= dict.fromkeys(kernel.makes, at)
+    assert abs(found["gradient of n1"] - found["gradient of n2"] - expected) <= 3
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])

@@ -76,6 +76,9 @@ def _float8(draw: random.Random) -> list[str]:
 
 
 SEEDS = range(int(os.environ.get("RANDOM_COMPOSITIONS", "20")))  # about two seconds each, compiled five
+# Compiled, these have been wrong by 4 to 8 %: operands that are kept with an emulated product; gathered 16-bit numbers
+# that are kept instead of casts; a document mask that is written out for every head; kernels too far apart to be one.
+ONCE_WRONG = (251, 275, 636, 792)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -86,7 +89,7 @@ def test_a_random_composition_agrees(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [*SEEDS, *(seed for seed in ONCE_WRONG if seed not in SEEDS)])
 def test_a_random_compiled_composition_agrees(seed: int) -> None:
     draw = random.Random(seed)
     config, world_size = random_config(draw)

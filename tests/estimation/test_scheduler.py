@@ -1,9 +1,12 @@
 """Orders of small programs, worked out by hand from inductor's rules."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
 
 from estimation.inductor import Kernel, Size, fused, product
-from estimation.scheduler import scheduled
+from estimation.scheduler import as_needed, scheduled
 
 A, SMALL, LARGE = (4, 2), (1, 2), (100, 2)  # numbers of two bytes
 FLAT = ("flat", 4)
@@ -22,6 +25,49 @@ def test_kernels_that_run_over_the_same_and_share_become_one_where_nothing_is_be
     assert order([first, p, b, c], {}, *stays[:3], "p") == ["a", "b", "p", "c"]
     assert order([first, p, d], {}, "a", "d", "p") == ["a", "p", "d"]
     assert order([first, p, e], {}, "a", "e", "p") == ["a", "p", "e"]
+
+
+@pytest.mark.parametrize(("between", "is_one"), [(63, True), (64, False)])
+def test_kernels_that_only_read_the_same_become_one_if_they_are_near(between: int, is_one: bool) -> None:
+    """a is operation 1, p the last of those between, b the one after: 64 apart is near. A reader of a always is."""
+    first, p = fused("a", A, "x", loops=FLAT), replace(product("p", "y", A), count=between)
+    same, reader = fused("b", A, "x", loops=FLAT), fused("b", A, "a", loops=FLAT)
+    assert order([first, p, same], {}, "a", "b", "p") == (["a", "b", "p"] if is_one else ["a", "p", "b"])
+    assert order([first, p, reader], {}, "a", "b", "p") == ["a", "b", "p"]
+
+
+@pytest.mark.parametrize(("before", "after", "partner"), [(1, 5, "a"), (5, 1, "c")])
+def test_a_kernel_joins_of_two_the_one_that_is_nearer_in_operations(before: int, after: int, partner: str) -> None:
+    """b reads what a and c read; they are kept apart by p."""
+    a, b, c = (fused(name, A, *reads, loops=FLAT) for name, *reads in (("a", "x"), ("b", "x"), ("c", "x", "p")))
+    q, r = (replace(product(name, "y", A), count=count) for name, count in (("q", before), ("r", after)))
+    found = order([a, q, b, r, product("p", "a", A), c], {}, *"abcpqr")
+    assert ("a" if found.index("b") < found.index("p") else "c") == partner
+    assert abs(found.index("b") - found.index(partner)) == 1
+
+
+def test_what_is_made_again_comes_before_the_first_that_needs_it() -> None:
+    """In the order in which it was first made; what nobody needs is not made."""
+    program = [
+        product("a", "x", A), product("b", "a", A), product("c", "x", A), product("unread", "x", A),
+        product("d", "y", A), product("e", "b", A), Kernel(("c", "a"), {"f": A}),
+    ]  # fmt: skip
+    found = as_needed(program, {"a", "b", "c", "unread"}, {})
+    assert [name for kernel in found for name in kernel.makes] == ["d", "a", "b", "e", "c", "f"]
+
+
+def test_what_is_computed_where_it_is_read_is_written_for_a_product() -> None:
+    """The cast reads what the norm is made of; the norm is written before the other operand of the first product."""
+    rows = ("rows", 4)
+    program = [
+        fused("n.rstd", SMALL, "x", loops=rows), fused("n", A, "x", "n.rstd", loops=rows),
+        fused("cast", (4, 1), "n", loops=FLAT), product("d", "cast", A),
+        fused("other", A, "d", loops=FLAT), Kernel(("other", "n"), {"gradient": A}), fused("late", A, "n", loops=FLAT),
+    ]  # fmt: skip
+    found = list(as_needed(program, {"n.rstd", "n", "cast"}, {"n": ("x", "n.rstd")}))
+    names = [name for kernel in found for name in kernel.makes]
+    assert names == ["n.rstd", "cast", "d", "n", "other", "gradient", "late"]
+    assert (found[1].reads, found[1].loops) == (("x", "n.rstd"), rows) and found[-1].reads == ("n",)
 
 
 def test_a_total_joins_what_makes_its_numbers_and_who_reads_it_comes_after() -> None:

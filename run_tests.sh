@@ -10,5 +10,6 @@ selection=(-m "not slow")
 if [ "${CI:-}" = true ]; then selection=(); fi
 if [ "${1:-}" = --all ]; then selection=(); shift; fi
 if [ $# -eq 0 ]; then selection+=(-n 2 --dist loadfile --no-loadscope-reorder); fi  # most are one thread
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # tests side by side, and their ranks, share the cores
 cd "$REPO"
 exec "$PYTHON" -m pytest ${selection[@]+"${selection[@]}"} "$@"

@@ -1,9 +1,9 @@
 """One rank of a large world in one process."""
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,12 @@ def run(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "NPROC": str(processes), "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "titan_like.train", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
+def cpu_seconds() -> float:
+    """Of all processes that were waited for: other tests may run beside this one."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_a_small_world_says_what_each_rank_holds() -> None:
@@ -52,9 +58,9 @@ def test_a_rank_outside_the_world_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_a_large_world_takes_under_a_minute_and_4_gib(processes: int, more: list[str]) -> None:
-    started = time.monotonic()
+    before = cpu_seconds()
     result = run(processes, *LARGE, *more)
     assert result.returncode == 0, result.stderr
     gib = float(result.stdout.split(" GiB of host memory")[0].rsplit(" ", 1)[1])
     assert gib < 4
-    assert time.monotonic() - started < 60, "measured alone: 25 s for 512 ranks, 23 s for 16,384"
+    assert cpu_seconds() - before < 60, "measured alone: 25 s for 512 ranks, 23 s for 16,384"

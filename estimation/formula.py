@@ -21,7 +21,6 @@ NOT_INCLUDED = (
     "workspaces and temporaries inside kernels (matrix libraries, flash attention, sorting in an embedding's backward)",
     FRAGMENTATION,
 )
-FLOAT8_CASTS = "some casts of compiled blocks in float8: below 3 % of the peak in 97 of 100 runs, up to 8 %"
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class RankMemory:
             at_peak=dict(at_peak),
             moment=Moment(2, first or "forward", rest, "formula"),
             reserved_bytes=sum(peak.pools),
-            not_included=(*NOT_INCLUDED, FLOAT8_CASTS) if job.compiled and job.float8 else NOT_INCLUDED,
+            not_included=NOT_INCLUDED,
         )
 
 

@@ -10,6 +10,7 @@ import tomli_w
 
 from estimation.candidates import COMPILE, MODE, SCHEDULE, SEARCHED, SHARD, Fixed, changed, value_of
 from estimation.devices import GIB, Device
+from estimation.formula import NOT_INCLUDED as MEMORY_NOT_INCLUDED
 from estimation.options import MOST_GPUS, MOST_TOKENS, output, whole
 from estimation.page import page
 from estimation.search import SHOWN, Found, Result, search
@@ -87,13 +88,11 @@ def run_search(options: argparse.Namespace, config: Config, fixed: Fixed, device
     if problems := _output_problems(options):
         raise ConfigError(*problems)
     result = search(base, options.gpus, device, sequences, fixed)
-    shown = result.best[:SHOWN]
-    rows = [HEADS, *(_row(number, found, options.gpus) for number, found in enumerate(shown, start=1))]
+    rows = [HEADS, *(_row(number, found, options.gpus) for number, found in enumerate(result.best[:SHOWN], start=1))]
     title = f"{base.model.name} {base.model.flavor} on {options.gpus} x {device.name}, {sequences} x "
     title += f"{base.training.seq_len} tokens per step"
     print(title, *_aligned(rows), *_chosen_anew(config, fixed), sep="\n")
-    of_memory = dict.fromkeys(sentence for found in shown for sentence in found.worst.report().not_included)
-    print(_counts(result), "memory does not include:", *(f"  - {line}" for line in of_memory), sep="\n")
+    print(_counts(result), "memory does not include:", *(f"  - {line}" for line in MEMORY_NOT_INCLUDED), sep="\n")
     print("time does not include:", *(f"  - {line}" for line in TIME_NOT_INCLUDED), sep="\n")
     if options.html is not None:
         Path(options.html).write_text(page(title, rows, result.best, device))

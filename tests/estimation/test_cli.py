@@ -283,10 +283,3 @@ def test_a_file_that_is_no_device_is_told(capsys, tmp_path, content, told):
         path.write_bytes(content)
     code, _, err = run(capsys, "--world_size", "2", "--device", str(path))
     assert code == 2 and err.startswith(f'error: device "{path}": ') and told in err and len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("section", ["float8", "compile"])
-def test_compiled_blocks_in_float8_are_told_to_be_less_exact(capsys, section):
-    argv = ["--world_size", "8", "--model.flavor", "8B", "--float8.enable", "--compile.enable"]
-    assert "casts of compiled blocks in float8" in run(capsys, *argv)[1]
-    assert "casts of compiled blocks" not in run(capsys, *argv, f"--{section}.no-enable")[1]

@@ -95,8 +95,8 @@ fi
 if [ -n "$is_first_try" ] && [ "${NODE_RANK:-0}" = 0 ]; then
     if [ -d "$checkpoints" ]; then
         printf '\nA sample of what the model writes:\n'
-        # The run has gone well even if there is none: its data may have come without a tokenizer.
-        "$PYTHON" "$REPO/scripts/generate.py" --checkpoint "$checkpoints" --prompt "def " || true
+        # 2: it cannot be had, such as from data that came without a tokenizer; the run has gone well.
+        "$PYTHON" "$REPO/scripts/generate.py" --checkpoint "$checkpoints" --prompt "def " || [ $? = 2 ]
     fi
     printf '\nRun folder:  %s\nCheckpoints: %s\nMetrics:     %s\nTensorBoard: "%s" -m tensorboard.main --logdir "%s"\n' \
         "$run_folder" "$checkpoints" "$run_folder/metrics.jsonl" "$PYTHON" "$run_folder"

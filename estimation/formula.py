@@ -17,7 +17,7 @@ from estimation.types import INPUTS, TRANSIENT, MemoryReport, Moment, Resident
 
 FRAGMENTATION = "fragmentation inside an allocator pool: reserved is the sum of the pools' peaks"
 NOT_INCLUDED = (
-    "memory outside torch's allocator: the device context, communicators, and libraries (the verdict adds them)",
+    "memory outside torch's allocator: the device context, communicators, and libraries (added to see whether it fits)",
     "workspaces and temporaries inside kernels (matrix libraries, flash attention, sorting in an embedding's backward)",
     FRAGMENTATION,
 )

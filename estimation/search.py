@@ -130,7 +130,7 @@ def least_bytes(job: Job, in_flight: int) -> int:
     states = 8 if job.optimizer == "adamw" else 0
     weight = 1 if job.float8 and job.float8.gathered else job.number
     whole = (weight + job.reduce_number) * numbers if job.pp > 1 and job.wrapped and not job.reshard else 0
-    kinds = {*job.float8.layers} if job.float8 else {frozenset[str]()}
+    kinds = {job.products_of(layer) for layer in range(job.model.n_layers)}
     least = min(_block_bytes(job.shape, _lightest(job), job.float8, names) for names in kinds)
     blocks = least * (job.model.n_layers // len(job.stages))
     return (4 + states) * numbers // job.fsdp + whole + blocks * in_flight

@@ -264,10 +264,8 @@ class _Samples:
         return len(self.batch.tokens)
 
     def __getitem__(self, k: int, /) -> np.ndarray:
-        starts = (
-            torch.arange(self.seq_len) - self.batch.positions[k] if self.batch.starts is None else self.batch.starts[k]
-        )
-        row = torch.stack([self.batch.tokens[k], starts])
+        index, starts = torch.arange(self.seq_len), self.batch.starts
+        row = torch.stack([self.batch.tokens[k], index - self.batch.positions[k] if starts is None else starts[k]])
         return torch.cat([row, row[:, -1:]], dim=1).numpy()  # the last token would only be a label
 
     def place(self, k: int, at: int, /) -> str:
@@ -350,8 +348,7 @@ def launch(
         reports = []
         for number, (name, config) in enumerate(cases.items()):
             cache = inductor_cache or Path(folder, "inductor")
-            for attempt in range(ATTEMPTS):
-                files = Path(folder, f"{number}-{attempt}")
+            for files in (Path(folder, f"{number}-{attempt}") for attempt in range(ATTEMPTS)):
                 arguments = (name, config, (tampers or {}).get(name), processes, files, cache)
                 ranks = [context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(processes)]
                 has_crashed = _run_all(ranks, timeout_seconds)

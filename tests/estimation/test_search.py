@@ -125,10 +125,14 @@ def test_the_best_is_what_trying_all_finds(found):
 @pytest.mark.parametrize("fixed", [{}, {STAGES: 8, PP: 2}], ids=["all", "many stages"])
 def test_bounds_are_below_what_they_bound(fixed):
     for group, config in everything(**fixed):
-        job, sample = job_of(config, GPUS), job_of(group.sample, GPUS)
-        assert least_bytes(sample, 1) <= max(sum(rank.peak.pools) for rank in memory_of(job))
-        seconds = least_seconds(group, sample, TIGHT) * least_fill(group, fixed)
-        assert seconds <= step_time(job, TIGHT, way_of(config)).seconds * (1 + 1e-9)
+        assert_bounded(group, config, TIGHT, fixed)
+
+
+def assert_bounded(group: Group, config: Config, device: Device, fixed: dict[str, object]) -> None:
+    job, sample = job_of(config, GPUS), job_of(group.sample, GPUS)
+    assert least_bytes(sample, 1) <= max(sum(rank.peak.pools) for rank in memory_of(job))
+    seconds = least_seconds(group, sample, device) * least_fill(group, fixed)
+    assert seconds <= step_time(job, device, way_of(config)).seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -137,14 +141,11 @@ def test_bounds_hold_in_float8(recipe, compiled):
     """What is cast is kept in one byte: where activations are most of all, the bound of bf16 was above the peak."""
     argv = ["--model.flavor=1B", "--training.seq_len=4096", "--float8.enable", f"--float8.recipe={recipe}"]
     base = load_config([*argv, *(["--compile.enable"] if compiled else [])])
-    tried = everything(base, 64, **{MODE: "none", PP: 1})
-    device = DEVICES["h100-sxm"]
+    fixed = {MODE: "none", PP: 1}
+    tried = everything(base, 64, **fixed)
     assert tried
     for group, config in tried:
-        job, sample = job_of(config, GPUS), job_of(group.sample, GPUS)
-        assert least_bytes(sample, 1) <= max(sum(rank.peak.pools) for rank in memory_of(job))
-        seconds = least_seconds(group, sample, device) * least_fill(group, {})
-        assert seconds <= step_time(job, device, way_of(config)).seconds * (1 + 1e-9)
+        assert_bounded(group, config, DEVICES["h100-sxm"], fixed)
 
 
 def test_all_found_is_valid_and_fits(found):

@@ -35,9 +35,10 @@ def test_first_try_uses_the_debug_config_samples_and_says_where_all_lies(fake_py
 
 
 def test_a_run_without_a_sample_has_gone_well(fake_python: FakePython) -> None:
-    """Such as one on data that came without a tokenizer."""
+    """Such as one on data that came without a tokenizer; but a fault of the sampling is told."""
     done = start(fake_python, FAKE_GENERATE="2")
     assert done.returncode == 0 and "Run folder: " in done.stdout
+    assert start(fake_python, FAKE_GENERATE="1").returncode == 1
 
 
 @pytest.mark.parametrize("joined", [False, True])
